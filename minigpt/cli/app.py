@@ -1,0 +1,114 @@
+"""The program: its commands in the order of the journey, and how errors reach a person."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from difflib import get_close_matches
+from typing import Annotated
+
+import typer
+
+from minigpt import __version__
+from minigpt.cli import console, generate, train
+from minigpt.cli.signals import Terminated, raise_on_sigterm
+from minigpt.errors import MinigptError
+
+app = typer.Typer(
+    name="minigpt",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.write(f"minigpt {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def minigpt(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """From raw text to a small language model of your own, and back to text."""
+
+
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; every error that is not our own mistake becomes one line and a status."""
+    _speak_utf8()
+    # Threads that wait for each other by spinning make a step ten times slower when another program wants their core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    raise_on_sigterm()
+    try:
+        status = app(arguments, prog_name="minigpt", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except MinigptError as error:
+        console.error(str(error))
+        return error.exit_status
+    except typer.TyperException as error:
+        return _usage_error(error, arguments)
+    except (KeyboardInterrupt, typer.Abort):
+        console.note("stopped")
+        return 130
+    except Terminated:
+        console.note("stopped")
+        return 143
+    except BrokenPipeError:  # the reader has gone; nothing is wrong
+        _drop_output()
+        return 141
+    except OSError as error:  # what no command expected, such as a full disk under stdout
+        _drop_output()
+        console.error(f"{error.filename or 'input or output'}: {error.strerror or error}")
+        return 1
+
+
+def _drop_output() -> None:
+    """Keep Python from complaining at exit about what it could not write."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _usage_error(error: typer.TyperException, arguments: list[str]) -> int:
+    """Put a mistyped command or option into one line, with the nearest right one."""
+    text = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        console.note(text)
+        return 2
+    text = text.rstrip(".")
+    context = getattr(error, "ctx", None)
+    wrong = re.search(r"No such (?:option|command):? '?([\w-]+)", text)
+    if wrong and context is not None and "(" not in text and "Did you mean" not in text:
+        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        known += list(getattr(context.command, "commands", {}))
+        nearest = get_close_matches(wrong.group(1), known, n=1, cutoff=0.5)
+        text += f" (did you mean {nearest[0]}?)" if nearest else ""
+    command = context.command_path if context is not None else "minigpt"
+    console.error(f"{text[:1].lower()}{text[1:]}; see {command} --help")
+    return int(getattr(error, "exit_code", 2))
+
+
+def _speak_utf8() -> None:
+    """Read and write UTF-8 whatever the locale says; what goes to a closed stream is lost."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace", newline="\n" if stream is sys.stdout else None)

@@ -1,0 +1,105 @@
+"""What a person sees. Results go to stdout as they are; all else goes to stderr, plain when it is no terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+LABEL_WIDTH = 11
+PLAIN_SECONDS = 5.0  # between two progress lines where stderr is no terminal
+
+
+def _stderr() -> Console:
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=not sys.stderr.isatty())
+
+
+def write(text: str) -> None:
+    """Put a result on stdout at once, exactly as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Put one line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def error(message: str) -> None:
+    """Put an error on stderr: one line, whatever the message holds."""
+    note(f"error: {' '.join(message.split())}")
+
+
+def warning(message: str) -> None:
+    """Put a warning on stderr."""
+    note(f"warning: {' '.join(message.split())}")
+
+
+def fact(label: str, text: str) -> None:
+    """Put a labelled fact on stderr; a terminal wraps it under itself, a file gets one line."""
+    if not sys.stderr.isatty():
+        note(f"{label:<{LABEL_WIDTH}}{text}")
+        return
+    console = _stderr()
+    width = max(20, console.width - LABEL_WIDTH - 1)
+    for i, line in enumerate(Text(text).wrap(console, width)):
+        console.print(Text(f"{label if i == 0 else '':<{LABEL_WIDTH}}", style="bold"), line, sep="", end="\n")
+
+
+def duration(seconds: float) -> str:
+    """Write 85 seconds as 1:25, and 3,700 as 1:01:40."""
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def amount(number: float) -> str:
+    """Write 9,123 as 9.1k and 5,200,000 as 5.2M."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes: 150 kB, 1.1 MB, 2.4 GB."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+class Progress:
+    """One line that is kept up to date on a terminal, and printed every few seconds elsewhere."""
+
+    def __init__(self, live: Live | None) -> None:
+        self._live = live
+        self._printed = 0.0
+
+    def show(self, line: str, share: float, *, force: bool = False) -> None:
+        """Show a line, with a bar for the share that is done where there is room for it."""
+        if self._live is not None:
+            width = self._live.console.width - len(line) - 3
+            done = int(max(0.0, min(1.0, share)) * width)
+            bar = f"  {'━' * done}{'┈' * (width - done)}" if width >= 8 else ""
+            self._live.update(Text(line + bar, no_wrap=True, overflow="crop"))
+        elif force or time.monotonic() - self._printed >= PLAIN_SECONDS:
+            self._printed = time.monotonic()
+            note(line)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Keep a progress line at the bottom of stderr while other lines scroll above it."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield Progress(None)
+        return
+    with Live(console=_stderr(), refresh_per_second=8, transient=True, redirect_stdout=False) as live:
+        yield Progress(live)

@@ -1,0 +1,97 @@
+"""Which model folder and which device a command means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minigpt.config import DTypeName
+from minigpt.errors import ConfigError, ModelFolderError
+
+if TYPE_CHECKING:
+    import torch
+
+RUNS = Path("runs")
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Offer the model folders under runs/ to shell completion."""
+    return [str(path) for path in _runs() if str(path).startswith(incomplete)]
+
+
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-m",
+        "--model",
+        help="Model folder. [default: $MINIGPT_MODEL, then the newest run under runs/]",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps. [default: the fastest]", show_default=False)
+]
+DTypeOption = Annotated[
+    DTypeName | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 or float16; the last two are faster on a GPU, and there a rare tie may fall "
+        "differently in a batch. [default: float32 on a CPU, the stored type elsewhere]",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def _runs() -> list[Path]:
+    """Folders under runs/ that can generate, the newest first."""
+    weights = [path for path in RUNS.glob("*/model.safetensors") if (path.parent / "config.json").is_file()]
+    return [path.parent for path in sorted(weights, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def resolve(model: Path | None) -> Path:
+    """Return the model folder: the one named, $MINIGPT_MODEL, or the newest run; none is a ModelFolderError."""
+    if model is not None:
+        return model
+    if named := os.environ.get("MINIGPT_MODEL"):
+        return Path(named)
+    runs = _runs()
+    if not runs:
+        raise ModelFolderError("no model under runs/; train one with minigpt train FILE, or name one with -m FOLDER")
+    return runs[0]
+
+
+def pick_device(name: str | None) -> torch.device:
+    """Return the device asked for, or the fastest there is; one that is not there is a ConfigError."""
+    import torch
+
+    if name is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: no such kind of device (choose cpu, cuda or mps)") from error
+    there = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not there.get(device.type, False):
+        raise ConfigError(f"--device {name}: this machine or this build of torch has none; use --device cpu")
+    return device
+
+
+def pick_dtype(name: DTypeName | None, device: torch.device) -> torch.dtype | None:
+    """Return the type to compute in: float32 on a CPU unless told otherwise, else the stored one (None)."""
+    import torch
+
+    if name is None:
+        return torch.float32 if device.type == "cpu" else None
+    dtype: Any = getattr(torch, name)
+    return dtype  # type: ignore[no-any-return]

@@ -1,0 +1,206 @@
+"""The one engine: prompts go in, a stream of token events comes out; everything else folds over it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minigpt.config import ModelConfig, SamplingConfig
+from minigpt.inference.sampling import next_tokens, random_streams
+from minigpt.inference.stopping import StopText
+from minigpt.model.cache import KVCache
+from minigpt.model.transformer import GPT
+from minigpt.text.tokenizer import StreamDecoder, Tokenizer
+
+PREFILL_CHUNK = 512  # prompt tokens a row per forward pass
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one row, with the text it completes; the last event of a row says why it ended.
+
+    `finish_reason`: `stop` (a stop string), `end` (the model ended), `length`, or `context` (no position is left).
+    `logprob` and `top` are the model's own log-probabilities, before temperature and filters.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass
+class Completion:
+    """Everything one row produced."""
+
+    text: str = ""
+    finish_reason: str = ""
+    tokens: list[TokenEvent] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """What the engine keeps of one running text."""
+
+    index: int
+    position: int  # tokens in the cache once the pending one is fed
+    stream: random.Random
+    decoder: StreamDecoder
+    stop: StopText
+    produced: int = 0
+
+
+def fit_prompt(prompt: Sequence[int], config: ModelConfig, max_new_tokens: int) -> list[int]:
+    """Keep the end of a prompt that is longer than the context.
+
+    Learned positions end with the context, so half of it at most is then kept free for the answer.
+    """
+    context = config.max_position_embeddings
+    if len(prompt) <= context:
+        return list(prompt)
+    room = min(max_new_tokens, context // 2) if config.traits.positions == "learned" else 0
+    return list(prompt[-(context - room) :])
+
+
+@torch.inference_mode()
+def stream(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    seeds: Sequence[int],
+) -> Iterator[TokenEvent]:
+    """Continue every prompt (token ids, at least one each) at once, yielding events as tokens are made.
+
+    Row i draws from its own stream, seeded with `seeds[i]`, and ends by itself. The model must be in evaluation mode.
+    """
+    assert not model.training, "dropout would make the text depend on more than its seed"
+    assert len(prompts) == len(seeds), "one seed for every prompt"
+    assert all(prompts), "at least one token in every prompt"
+    prompts = [fit_prompt(prompt, model.config, sampling.max_new_tokens) for prompt in prompts]
+    rows = [
+        Row(index, len(prompt), source, _decoder(tokenizer, prompt), StopText(sampling.stop))
+        for index, (prompt, source) in enumerate(zip(prompts, random_streams(list(seeds)), strict=True))
+    ]
+    cache = _allocate(model, prompts, sampling)
+    seen = _seen(prompts, model) if sampling.repetition_penalty != 1.0 else None
+    logits = prefill(model, cache, prompts)
+    while rows:
+        tokens = next_tokens(logits, seen, sampling, [row.stream for row in rows])
+        logprobs = _logprobs(logits, tokens, sampling.logprobs)
+        if seen is not None:
+            seen.scatter_(1, tokens.unsqueeze(-1), True)
+        kept: list[int] = []
+        for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            event = _event(row, token, logprobs[i], model.config, tokenizer, sampling)
+            yield event
+            if event.finish_reason is None:
+                kept.append(i)
+        if len(kept) < len(rows):
+            if not kept:
+                return
+            cache.keep(kept)
+            rows, tokens = [rows[i] for i in kept], tokens[kept]
+            seen = None if seen is None else seen[kept]
+        logits = model(tokens.unsqueeze(-1), cache)[:, -1]
+
+
+def prefill(model: GPT, cache: KVCache, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_CHUNK) -> Tensor:
+    """Read the prompts into the cache, at most `chunk` tokens a pass; return the logits (B, V) after each."""
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=cache.keys.device)
+    last: Tensor | None = None
+    for start in range(0, longest, chunk):
+        tokens = padded[:, start : start + chunk]  # (B, T)
+        real = [min(max(len(prompt) - start, 0), tokens.shape[1]) for prompt in prompts]
+        hidden = model.model(tokens, cache, real)
+        ends = torch.tensor([max(count - 1, 0) for count in real], device=tokens.device)
+        here = hidden[torch.arange(len(prompts), device=tokens.device), ends]  # (B, C)
+        if last is None:
+            last = here
+        else:
+            last = torch.where(torch.tensor(real, device=tokens.device).unsqueeze(-1) > 0, here, last)
+    assert last is not None
+    logits: Tensor = model.lm_head(last)
+    return logits
+
+
+def collect(events: Iterable[TokenEvent], rows: int) -> list[Completion]:
+    """Fold a stream into one completion a row."""
+    completions = [Completion() for _ in range(rows)]
+    for event in events:
+        done = completions[event.index]
+        done.text += event.text
+        done.tokens.append(event)
+        done.finish_reason = event.finish_reason or ""
+    return completions
+
+
+def _allocate(model: GPT, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> KVCache:
+    """Make a cache as long as the texts can get, or a ring of one context where they outgrow it.
+
+    No prompt is longer than the context, so only single tokens go around the ring.
+    """
+    needed = max(map(len, prompts)) + sampling.max_new_tokens
+    capacity = min(needed, model.config.max_position_embeddings)
+    weight = model.lm_head.weight
+    return KVCache(model.config, len(prompts), capacity, device=weight.device, dtype=weight.dtype)
+
+
+def _decoder(tokenizer: Tokenizer, prompt: Sequence[int]) -> StreamDecoder:
+    """Make a decoder that keeps the space before the first word, unless nothing but control tokens comes before it."""
+    return StreamDecoder(tokenizer, continuing=any(tokenizer.token_bytes(id) for id in prompt))
+
+
+def _seen(prompts: Sequence[Sequence[int]], model: GPT) -> Tensor:
+    """Mark the tokens (B, V) of each prompt; padding is never among them."""
+    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=model.lm_head.weight.device)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    return seen
+
+
+def _event(
+    row: Row,
+    token: int,
+    logprob: tuple[float | None, tuple[tuple[int, float], ...]],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+) -> TokenEvent:
+    """Move one row on by one token."""
+    row.produced += 1
+    reason, text = None, ""
+    if token in tokenizer.end_ids:
+        reason = "end"
+    else:
+        text = row.stop.push(row.decoder.push(token))
+        if row.produced == sampling.max_new_tokens:
+            reason = "length"
+        elif config.traits.positions == "learned" and row.position >= config.max_position_embeddings:
+            reason = "context"
+    if reason is not None:  # half a character, and what might have become a stop string, is text after all
+        text += row.stop.push(row.decoder.flush()) + row.stop.flush()
+    if row.stop.found:
+        reason = "stop"
+    row.position += 1
+    return TokenEvent(row.index, token, text, *logprob, reason)
+
+
+def _logprobs(
+    logits: Tensor, tokens: Tensor, top: int | None
+) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
+    """Per row: the chosen token's log-probability and the `top` best with theirs; nothing when not asked for."""
+    if top is None:
+        return [(None, ())] * len(tokens)
+    logs = logits.float().log_softmax(-1)
+    chosen = logs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).tolist()
+    values, ids = logs.topk(min(top, logs.shape[-1]), dim=-1)
+    best = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return list(zip(chosen, best, strict=True))

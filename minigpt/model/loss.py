@@ -1,0 +1,80 @@
+"""Cross-entropy straight from hidden states, chunk by chunk, so that the logits never stand whole in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100  # a target that carries no loss
+
+
+def chunk_rows(hidden: Tensor, vocab_size: int) -> int:
+    """How many rows of logits to hold at a time: 4 MiB of float32 stay in a CPU's cache, a GPU wants large products."""
+    elements = 1 << (20 if hidden.device.type == "cpu" else 26)
+    return max(1, elements // vocab_size)
+
+
+def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum the next-token loss in nats over the targets that are not -100; a float32 scalar with a gradient.
+
+    `hidden` (…, C) are last hidden states, `weight` (V, C) the output embedding, `targets` (…) token ids.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    total: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())  # type: ignore[no-untyped-call]
+    return total
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each target in nats, float32, shaped as `targets`; 0 where the target is -100."""
+    flat, ids = hidden.flatten(0, -2), targets.flatten()
+    weight = weight.to(hidden.dtype)
+    rows = chunk_rows(hidden, weight.shape[0])
+    losses = [
+        F.cross_entropy(F.linear(h, weight).float(), t, reduction="none", ignore_index=IGNORED)
+        for h, t in zip(torch.split(flat, rows), torch.split(ids, rows), strict=True)
+    ]
+    return torch.cat(losses).view(targets.shape)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Output projection, softmax and loss in one: the gradient is taken while each chunk's logits are at hand."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        cast = weight.detach().to(hidden.dtype)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.empty_like(hidden) if need_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        rows = chunk_rows(hidden, weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            h, target = hidden[start : start + rows], targets[start : start + rows]
+            log_probs = F.linear(h, cast).float().log_softmax(-1)  # (n, V)
+            total += F.nll_loss(log_probs, target, reduction="sum", ignore_index=IGNORED)
+            if hidden_grad is None and weight_grad is None:
+                continue
+            slope = log_probs.exp_()  # softmax - one-hot: the loss's gradient in the logits
+            valid = target != IGNORED
+            slope[torch.arange(len(target), device=h.device), target.clamp(min=0)] -= 1.0
+            slope = (slope * valid.unsqueeze(-1)).to(h.dtype)
+            if hidden_grad is not None:
+                torch.mm(slope, cast, out=hidden_grad[start : start + rows])
+            if weight_grad is not None:
+                weight_grad += torch.mm(slope.t(), h)
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if hidden_grad is None else hidden_grad * scale.to(hidden_grad.dtype),
+            None if weight_grad is None else weight_grad * scale,
+            None,
+        )

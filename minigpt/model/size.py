@@ -1,0 +1,135 @@
+"""How large a model is and what it costs: parameters, FLOPs and bytes, by arithmetic alone.
+
+Letters as in `transformer.py`: C hidden, H heads, K key/value heads, D head width, V vocabulary, L layers; I is the
+width of the MLP, T the context, N the tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from minigpt.config import DTypeName, ModelConfig, OptimizerName
+
+DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+# How many logits the loss holds at a time (`loss.chunk_rows`), and the bytes each takes while two chunks meet: the old
+# one's probabilities and slope, the new one's logits and log-probabilities.
+LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+LOGIT_BYTES = 16
+
+
+def parameters(config: ModelConfig) -> int:
+    """Count the parameters, a tied weight once: what `GPT.num_parameters` counts."""
+    traits, C, L = config.traits, config.hidden_size, config.num_hidden_layers
+    norm = 2 if traits.norm == "layer" else 1  # a gain, and a shift for LayerNorm
+    queries, keys = _attention_widths(config)
+    block = _block_matrices(config) + 2 * norm * C
+    if traits.bias:
+        block += queries + 2 * keys + C + _mlp_inputs(config) * config.intermediate_size + C
+    if traits.qk_norm:
+        block += 2 * norm * config.head_dim
+    last_norm = norm * C if traits.norm_first else 0
+    output = 0 if config.tie_word_embeddings else config.vocab_size * C
+    return embedding_parameters(config) + L * block + last_norm + output
+
+
+def embedding_parameters(config: ModelConfig) -> int:
+    """Count the parameters that are looked up: the token embedding, and learned positions where there are some."""
+    learned = config.max_position_embeddings if config.traits.positions == "learned" else 0
+    return (config.vocab_size + learned) * config.hidden_size
+
+
+def flops_per_token(config: ModelConfig, context: int, *, training: bool) -> int:
+    """Return the floating-point operations a token costs on average in a window of `context` tokens.
+
+    2 (L W + V C) + 4 L H D S: a multiplication and an addition for each of the W weights of a block's matrices and
+    of the output layer, and for each of the S keys that a query sees, once in q k^T and once in the weighted sum of
+    values. S is (T + 1) / 2 on average under the causal mask, and never above the model's context. Training costs
+    three times that: the backward pass has two products for each one forward (Kaplan et al. 2020, section 2.1).
+    Norms, activations and softmax are not counted.
+    """
+    L, window = config.num_hidden_layers, min(context, config.max_position_embeddings)
+    seen = window * (window + 1) // 2 + (context - window) * window  # (query, key) pairs in a window
+    products = L * _block_matrices(config) + config.vocab_size * config.hidden_size
+    attention = 4 * L * _attention_widths(config)[0] * seen // context
+    return (3 if training else 1) * (2 * products + attention)
+
+
+def training_bytes(
+    config: ModelConfig,
+    micro_batch: int,
+    context: int,
+    compute_dtype: DTypeName = "float32",
+    optimizer: OptimizerName = "adamw",
+    *,
+    device: str = "cpu",
+) -> int:
+    """Estimate the most bytes that a step's tensors take at once, without what Python and PyTorch take by themselves.
+
+    Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
+    To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
+    MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. On a
+    CPU the C library's allocator may hold as much again as all but weights and states, in freed blocks it does not
+    give back.
+    """
+    total, tokens, element = parameters(config), micro_batch * context, DTYPE_BYTES[compute_dtype]
+    matrices = config.num_hidden_layers * _block_matrices(config)
+    states = 8 * total - (4 * matrices if optimizer == "muon" else 0)
+    copies = element * matrices if element < 4 else 0  # what autocast makes of the matrices, kept until the step's end
+    kept = (
+        activation_bytes(config, tokens, compute_dtype) + 4 * tokens * config.hidden_size
+    )  # and the last hidden states
+    wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
+    return 8 * total + states + copies + kept + max(_loss_bytes(config, tokens, element, device), wide)
+
+
+def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName = "float32") -> int:
+    """Return the bytes of hidden states that `tokens` tokens keep for the backward pass, the loss not included."""
+    traits, element, C = config.traits, DTYPE_BYTES[compute_dtype], config.hidden_size
+    H, K = config.num_attention_heads, config.num_key_value_heads
+    queries, keys = _attention_widths(config)
+    # Matrices that share an input share what is kept of it, but autocast makes a copy for each.
+    shared_inputs = (3 + _mlp_inputs(config)) * C if element < 4 else 2 * C
+    # Queries, keys, values and the result; rotary queries are laid out anew, so that the result is copied once more.
+    attended = queries + 2 * keys + queries + (queries if traits.positions == "rotary" else 0)
+    mlp = {"swiglu": 4, "gelu": 2, "relu": 1}[traits.mlp] * config.intermediate_size
+    block = element * (shared_inputs + attended + mlp) + 4 * H  # and the softmax's divisor
+    block += 2 * _norm_bytes(config, C, 1)
+    if traits.qk_norm:
+        block += _norm_bytes(config, queries, H) + _norm_bytes(config, keys, K)
+    last = _norm_bytes(config, C, 1) if traits.norm_first else 0
+    return tokens * (config.num_hidden_layers * block + last)
+
+
+def cache_bytes(config: ModelConfig, batch: int, length: int, dtype_bytes: int = 4) -> int:
+    """Return the bytes of a key/value cache: keys and values (L, B, K, S, D), as `cache.KVCache` allocates them."""
+    return 2 * config.num_hidden_layers * batch * length * _attention_widths(config)[1] * dtype_bytes
+
+
+def _attention_widths(config: ModelConfig) -> tuple[int, int]:
+    """The widths of all queries (H D) and of all keys (K D)."""
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+
+def _mlp_inputs(config: ModelConfig) -> int:
+    """How many matrices widen the MLP's input: SwiGLU has a gate beside the other."""
+    return 2 if config.traits.mlp == "swiglu" else 1
+
+
+def _block_matrices(config: ModelConfig) -> int:
+    """The weights of one block's matrices: queries and output, keys and values, MLP."""
+    queries, keys = _attention_widths(config)
+    return config.hidden_size * (2 * queries + 2 * keys + (_mlp_inputs(config) + 1) * config.intermediate_size)
+
+
+def _norm_bytes(config: ModelConfig, width: int, vectors: int) -> int:
+    """What a norm keeps of `width` numbers in `vectors` vectors, always in float32.
+
+    RMSNorm keeps input, result before the gain, and one factor a vector; LayerNorm input, mean and deviation.
+    """
+    if config.traits.norm == "rms":
+        return 8 * width + 4 * vectors
+    return 4 * width + 8 * vectors
+
+
+def _loss_bytes(config: ModelConfig, tokens: int, element: int, device: str) -> int:
+    """The gradients that the loss has at hand when it is done: hidden states, output layer twice, a chunk of logits."""
+    logits = min(tokens * config.vocab_size, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["cuda"]))
+    return element * tokens * config.hidden_size + 8 * config.vocab_size * config.hidden_size + LOGIT_BYTES * logits

@@ -1,0 +1,254 @@
+"""The decoder, from top to bottom: norm, attention, MLP, block, model.
+
+Shapes: B batch, T query tokens, S cached tokens, C hidden, H heads, K key/value heads, D head width, V vocabulary,
+L layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minigpt.config import ModelConfig
+from minigpt.model.cache import AttentionPlan, KVCache
+from minigpt.model.positions import rotary_angles, rotate, sinusoidal
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Norm(nn.Module):
+    """Bring each vector to unit size, then scale it (and shift it, for LayerNorm).
+
+    RMSNorm divides by the root mean square (Zhang & Sennrich 2019), LayerNorm takes off the mean too (Ba et al. 2016).
+    """
+
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if config.traits.norm == "layer" else None
+        self.layer, self.eps = config.traits.norm == "layer", config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Let each token gather values from the tokens it may see, by how well its query fits their keys.
+
+    softmax(q k^T / sqrt(D)) v in H heads at once (Vaswani et al. 2017, section 3.2); H/K heads share one key and value
+    (grouped-query attention, Ainslie et al. 2023). Undivided, products grow with D and the softmax saturates.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.kv_heads = layer, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.dropout = config.head_dim, config.dropout
+        C, bias = config.hidden_size, config.traits.bias
+        self.q_proj = nn.Linear(C, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, C, bias=bias)
+        self.q_norm = Norm(self.head_dim, config) if config.traits.qk_norm else None
+        self.k_norm = Norm(self.head_dim, config) if config.traits.qk_norm else None
+
+    def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
+        query, key, value = self.project(x, rotary)
+        if cache is not None:
+            key, value = cache.write(self.layer, key, value, plan)  # (B, K, S, D)
+        dropout = self.dropout if self.training else 0.0
+        out = attend(query, key, value, plan, dropout)
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, H*D) -> (B, T, C)
+        return mixed
+
+    def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query (B, H, T, D), key and value (B, K, T, D) of `x` (B, T, C), normed and turned by position."""
+        query = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        key = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        value = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        return query, key, value
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, dropout: float = 0.0) -> Tensor:
+    """Scaled dot-product attention: (B, H, T, D) over (B, K, S, D) gives (B, H, T, D)."""
+    B, H, T, D = query.shape
+    if T == 1 and H != key.shape[1] and dropout == 0.0:
+        # One query a head: the heads that share a key become the query rows of one product, and no key is copied.
+        grouped = query.view(B, key.shape[1], -1, D)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.mask).view(B, H, T, D)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=plan.mask,
+        dropout_p=dropout,
+        is_causal=plan.is_causal,
+        enable_gqa=H != key.shape[1],
+    )
+
+
+class MLP(nn.Module):
+    """Work on each token by itself: widen, bend, narrow. SwiGLU gates one widened copy by another (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        C, width, bias = config.hidden_size, config.intermediate_size, config.traits.bias
+        self.kind = config.traits.mlp
+        self.gate_proj = nn.Linear(C, width, bias=bias) if self.kind == "swiglu" else None
+        self.up_proj = nn.Linear(C, width, bias=bias)
+        self.down_proj = nn.Linear(width, C, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide: Tensor = self.up_proj(x)  # (B, T, width)
+        if self.gate_proj is not None:
+            wide = F.silu(self.gate_proj(x)) * wide
+        elif self.kind == "gelu":
+            wide = F.gelu(wide, approximate="tanh")
+        else:
+            wide = F.relu(wide)
+        narrow: Tensor = self.down_proj(wide)  # (B, T, C)
+        return narrow
+
+
+class Block(nn.Module):
+    """Attention between tokens, then the MLP within each; both add to the residual stream that runs past them.
+
+    Norm before each part keeps that stream free from bottom to top, so that deep models train (Xiong et al. 2020);
+    `transformer-2017` norms after each addition, as the first paper did.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.norm_first, self.dropout = config.traits.norm_first, config.dropout
+        self.input_layernorm = Norm(config.hidden_size, config)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = Norm(config.hidden_size, config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
+        if self.norm_first:
+            x = x + self.drop(self.self_attn(self.input_layernorm(x), plan, rotary, cache))
+            return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
+        x = self.input_layernorm(x + self.drop(self.self_attn(x, plan, rotary, cache)))
+        x = self.post_attention_layernorm(x + self.drop(self.mlp(x)))
+        return x
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Dropout on what a part adds; off in evaluation."""
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states: embedding, positions, blocks, last norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.traits.positions == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config) if config.traits.norm_first else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        new_lengths: list[int] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        plan = cache.plan(tokens.shape[1]) if cache is not None else causal_plan(tokens, self.config, documents)
+        x = self.embed(tokens, plan.positions)  # (B, T, C)
+        rotary = self.rotary(plan.positions)
+        for block in self.layers:
+            x = block(x, plan, rotary, cache)
+        if cache is not None:
+            cache.advance(new_lengths or [tokens.shape[1]] * tokens.shape[0])
+        return x if self.norm is None else self.norm(x)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Look up (B, T) tokens as (B, T, C) vectors, with positions added where the architecture adds them."""
+        x: Tensor = self.embed_tokens(tokens)
+        if self.config.traits.scale_embedding:
+            x = x * math.sqrt(self.config.hidden_size)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        elif self.config.traits.positions == "sinusoidal":
+            x = x + sinusoidal(positions, self.config.hidden_size).to(x.dtype)
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+    def rotary(self, positions: Tensor) -> Rotary | None:
+        """The angles for queries and keys, (T, D/2) or (B, 1, T, D/2); None where positions are added instead."""
+        if self.config.traits.positions != "rotary":
+            return None
+        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def causal_plan(tokens: Tensor, config: ModelConfig, documents: Tensor | None) -> AttentionPlan:
+    """Each token sees itself and those before it, at most one context back, and with `documents` (B, T) only its own.
+
+    Positions start again in each document, so that packed documents are read as if each stood alone.
+    """
+    T = tokens.shape[1]
+    positions = torch.arange(T, device=tokens.device)
+    if documents is None and T <= config.max_position_embeddings:
+        return AttentionPlan(positions, is_causal=T > 1)
+    distance = positions.unsqueeze(-1) - positions  # (T, T)
+    mask = (distance >= 0) & (distance < config.max_position_embeddings)
+    if documents is not None:
+        same = documents.unsqueeze(-1) == documents.unsqueeze(1)  # (B, T, T)
+        mask = (mask & same).unsqueeze(1)  # (B, 1, T, T)
+        first = same.int().argmax(dim=-1)  # (B, T): where each token's document begins
+        positions = positions - first
+    return AttentionPlan(positions, mask=mask)
+
+
+class GPT(nn.Module):
+    """The language model: hidden states of the decoder, and the logits of the next token from each of them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        new_lengths: list[int] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits (B, T, V) for tokens (B, T).
+
+        With a cache the tokens follow those that it holds, row by row; `new_lengths` says how many of the T are real
+        where rows are padded on the right. `documents` (B, T) keeps packed documents apart (without a cache).
+        """
+        logits: Tensor = self.lm_head(self.model(tokens, cache, new_lengths, documents))
+        return logits
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Fill every weight afresh: normal with deviation 0.02, less for what adds to the residual stream (GPT-2)."""
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            narrow = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = 1 / math.sqrt(2 * self.config.num_hidden_layers) if narrow else 1.0
+            weight.normal_(0.0, 0.02 * scale, generator=generator)
+
+    def num_parameters(self) -> int:
+        """Count the parameters, a tied weight once."""
+        return sum(weight.numel() for weight in self.parameters())

@@ -1,0 +1,1 @@
+"""Text in, ids out: sources, the tokenizer, and the corpus of token shards. Nothing here needs torch."""

@@ -1,0 +1,79 @@
+"""What a step trains on: windows of the corpus in an order that is a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minigpt.errors import DataError
+
+
+class TokenReader(Protocol):
+    """A flat run of token ids, read in slices."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens (B, T), their targets already shifted (B, T; -100 carries no loss), and document ids (B, T) or None."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        """Cut into micro-batches of at most `rows` rows."""
+        for start in range(0, self.tokens.shape[0], rows):
+            part = slice(start, start + rows)
+            documents = None if self.documents is None else self.documents[part]
+            yield Batch(self.tokens[part], self.targets[part], documents)
+
+    def to(self, device: torch.device) -> Batch:
+        """Move to a device."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+
+
+class CorpusBatches:
+    """Windows of `context` + 1 tokens; every epoch visits each once, in an order of its own.
+
+    Epoch e cuts the corpus at an offset and shuffles the windows by a generator seeded with (seed, e), so `at(step)`
+    needs no state: a resumed run reads on exactly where it was.
+    """
+
+    def __init__(self, tokens: TokenReader, *, context: int, batch_size: int, seed: int) -> None:
+        if len(tokens) < context + 1:
+            raise DataError(
+                f"the training text has {len(tokens):,} tokens, fewer than one window of {context} + 1; "
+                "give more text or a smaller --context"
+            )
+        self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
+        self.windows = (len(tokens) - 1) // context
+        self._epoch: int | None = None
+        self._starts: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def at(self, step: int) -> Batch:
+        """Return the batch of one step (counted from 0)."""
+        first = step * self.batch_size
+        rows = [self._window(number) for number in range(first, first + self.batch_size)]
+        tokens = torch.from_numpy(np.stack(rows))
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def _window(self, number: int) -> NDArray[np.int64]:
+        epoch, place = divmod(number, self.windows)
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            slack = len(self.tokens) - 1 - self.windows * self.context
+            self._starts = generator.permutation(self.windows) * self.context + generator.integers(slack + 1)
+            self._epoch = epoch
+        start = int(self._starts[place])
+        return self.tokens.read(start, start + self.context + 1)

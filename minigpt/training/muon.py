@@ -1,0 +1,75 @@
+"""Muon: momentum whose every step is made orthogonal, for the matrices inside blocks.
+
+The same update as `torch.optim.Muon`, which always iterates in bfloat16 and one matrix at a time: on a CPU without
+bfloat16 that takes longer than the rest of the training step. Here matrices of one shape go through the iteration
+together, in the type that is fast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, with the steepest slope at zero
+ITERATIONS = 5
+EPSILON = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) with Nesterov momentum and AdamW's decoupled decay.
+
+    Steps are scaled by 0.2 sqrt(max(rows, columns)), so that a learning rate means what it does for AdamW (Liu et al.
+    2025, "Muon is Scalable for LLM Training"). `params` are matrices; `dtype` is what the iteration computes in.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__(list(params), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "dtype": dtype})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            alike: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    update = self._momentum(weight, weight.grad, group["momentum"])
+                    wide = update if update.shape[0] <= update.shape[1] else update.t()
+                    alike[wide.shape[0], wide.shape[1]].append((weight, wide))
+            for members in alike.values():
+                steps = orthogonalize(torch.stack([wide for _, wide in members]), group["dtype"])
+                for (weight, wide), step in zip(members, steps, strict=True):
+                    _apply(weight, step if wide.shape == weight.shape else step.t(), group)
+
+    def _momentum(self, weight: nn.Parameter, gradient: Tensor, momentum: float) -> Tensor:
+        state = self.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        buffer: Tensor = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum)
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring all singular values of `matrices` (N, rows, columns; rows <= columns) close to 1.
+
+    Newton-Schulz iteration of degree five: X <- a X + (b X X^T + c (X X^T)^2) X.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.to(dtype)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = torch.bmm(x, x.transpose(-2, -1))
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _apply(weight: nn.Parameter, step: Tensor, group: dict[str, Any]) -> None:
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.add_(step.to(weight.dtype), alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)

@@ -1,0 +1,75 @@
+"""Optimizers and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minigpt.config import ScheduleName, TrainConfig
+from minigpt.training.muon import Muon
+
+MUON_MOMENTUM = 0.95
+
+
+def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Split the parameters into the matrices inside blocks, and the rest: embeddings, gains, biases.
+
+    Only the first decay. Each parameter is in one group; a tied weight is there once, as an embedding.
+    """
+    named = dict(model.named_parameters())
+    matrices = {name: weight for name, weight in named.items() if weight.dim() == 2 and ".layers." in name}
+    rest = {name: weight for name, weight in named.items() if name not in matrices}
+    return matrices, rest
+
+
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Make AdamW (Loshchilov & Hutter 2019) for everything, or Muon for the matrices and AdamW for the rest."""
+    matrices, rest = parameter_groups(model)
+    shared: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
+    still = {"params": list(rest.values()), "weight_decay": 0.0}
+    if config.optimizer == "adamw":
+        decayed = {"params": list(matrices.values()), "weight_decay": config.weight_decay}
+        return [torch.optim.AdamW([decayed, still], **shared)]
+    muon = Muon(
+        matrices.values(),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=MUON_MOMENTUM,
+        dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
+    )
+    return [muon, torch.optim.AdamW([still], **shared)]
+
+
+def learning_rate_factor(step: int, *, warmup: int, total: int, schedule: ScheduleName, final: float) -> float:
+    """The share of the peak rate at a step (from 0): 1/w, 2/w … 1 in warm-up, then down to `final` at the last."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done
+    return final + (1 - final) * left
+
+
+def optimizer_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Flatten the optimizers' states into named tensors."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return {
+        f"optimizer.{names[id(weight)]}.{key}": torch.as_tensor(value)
+        for optimizer in optimizers
+        for weight, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def restore_optimizers(model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """Put the states saved by `optimizer_tensors` back."""
+    weights = dict(model.named_parameters())
+    owner = {id(w): o for o in optimizers for group in o.param_groups for w in group["params"]}
+    for full, value in tensors.items():
+        if not full.startswith("optimizer."):
+            continue
+        name, key = full.removeprefix("optimizer.").rsplit(".", 1)
+        weight = weights[name]
+        owner[id(weight)].state[weight][key] = value.to(weight.device)

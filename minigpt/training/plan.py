@@ -1,0 +1,261 @@
+"""Choose what was not said: model size, batch, rate and steps from corpus, device and budget, each with its reason."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from minigpt.config import (
+    PRESETS,
+    ArchitectureName,
+    DTypeName,
+    ModelConfig,
+    PresetName,
+    TrainConfig,
+    from_mapping,
+    preset_config,
+)
+from minigpt.errors import ConfigError, DataError
+from minigpt.model.size import flops_per_token, parameters, training_bytes
+from minigpt.text.tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
+
+MIN_STEP_TOKENS = 2_048
+MAX_STEP_TOKENS = 524_288
+STEPS_WANTED = 800  # a batch is made no larger than leaves about this many steps
+EVALUATIONS = 16
+EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
+FREE_MEMORY_SHARE = 0.7
+LEARNING_RATE = 5e-3  # at the width below; wider models take smaller steps
+LEARNING_RATE_WIDTH = 128
+MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
+MAX_BUDGET = 1e15  # minutes, steps, epochs or tokens; above it is a slip of the hand
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asked for; None is left to the plan. Exactly one budget counts; `minutes` when none is given."""
+
+    preset: PresetName | None = None
+    architecture: ArchitectureName = "qwen3"
+    context: int | None = None
+    vocab_size: int | None = None
+    minutes: float | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    tokens: int | None = None
+    seed: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("context", "vocab_size", "steps", "tokens"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        budgets = {name: getattr(self, name) for name in ("minutes", "steps", "epochs", "tokens")}
+        given = [name for name, value in budgets.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"--{given[0]} and --{given[1]} are both given; a run has one budget")
+        for name in given:
+            if not 0 < budgets[name] < MAX_BUDGET:
+                raise ConfigError(f"{name} is {budgets[name]}; it must be a number above 0 and below {MAX_BUDGET:g}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}")
+        _check_settings(self)
+
+
+def _check_settings(request: Request) -> None:
+    """Refuse what is wrong whatever the plan, before any text is read."""
+    blank: dict[str, Any] = {
+        "total_steps": 1,
+        "batch_size": sys.maxsize,
+        "micro_batch_size": 1,
+        "context": 1,
+        "seed": 0,
+    }
+    blank |= {"learning_rate": 0.0, "warmup_steps": 0}
+    from_mapping(TrainConfig, {**blank, **request.train}, "train")
+    if request.vocab_size is not None and not MIN_VOCAB_SIZE <= request.vocab_size <= MAX_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size is {request.vocab_size:,}; it must be from {MIN_VOCAB_SIZE} (all bytes and the control "
+            f"tokens) to {MAX_VOCAB_SIZE:,}"
+        )
+    _shapes(request, request.vocab_size or MIN_VOCABULARY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the plan needs to know of the device: its speed in FLOP/s on a small model, and its free memory in bytes."""
+
+    flops: float
+    free_memory: int
+    compute_dtype: DTypeName
+    default_minutes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything a run needs, and why."""
+
+    model: ModelConfig
+    train: TrainConfig
+    seconds: float | None
+    validation_tokens: int
+    why: dict[str, str]
+
+
+def vocabulary_size(train_bytes: int) -> int:
+    """Choose a vocabulary for a corpus: about the square root of its bytes, as a power of two."""
+    wanted = int(2 ** round(math.log2(max(1.0, math.sqrt(train_bytes)))))
+    return max(MIN_VOCABULARY, min(MAX_VOCABULARY, wanted))
+
+
+def choose_model(request: Request, vocab_size: int, train_tokens: int, machine: Machine) -> tuple[ModelConfig, str]:
+    """Take the preset asked for, or the largest that the budget and the corpus can fill."""
+    shapes = _shapes(request, vocab_size)
+    if request.preset is not None:
+        return shapes[request.preset], f"preset {request.preset}, as asked"
+    fitting = [name for name, config in shapes.items() if _fits(config, request, train_tokens, machine)]
+    chosen = fitting[-1] if fitting else next(iter(shapes))
+    why = f"preset {chosen}: chosen for {_short(train_tokens)} tokens and {_budget_text(request, machine)}"
+    return shapes[chosen], why
+
+
+def _shapes(request: Request, vocab_size: int) -> dict[str, ModelConfig]:
+    """Spell out the preset asked for, or every preset that the settings asked for fit."""
+    shapes: dict[str, ModelConfig] = {}
+    problem: ConfigError | None = None
+    for name in PRESETS if request.preset is None else [request.preset]:
+        base = preset_config(name, vocab_size=vocab_size, architecture=request.architecture, context=request.context)
+        try:
+            shapes[name] = from_mapping(ModelConfig, {**vars(base), **request.model}, "model")
+        except ConfigError as error:
+            problem = error
+    if problem is not None and not shapes:
+        raise problem
+    return shapes
+
+
+def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Machine) -> bool:
+    """Tell whether a model is worth its size: enough tokens in the budget, and enough text not to learn by heart."""
+    size = parameters(config)
+    seen = _budget_tokens(request, config, train_tokens, machine)
+    wanted = size * min(20.0, max(1.0, 1.2 * math.sqrt(size / 1e6)))
+    memory = training_bytes(config, 1, config.max_position_embeddings, machine.compute_dtype, "adamw")
+    return seen >= wanted and size <= 25 * train_tokens and memory < FREE_MEMORY_SHARE * machine.free_memory
+
+
+def _budget_tokens(request: Request, config: ModelConfig, train_tokens: int, machine: Machine) -> float:
+    """How many tokens the budget lets a model see."""
+    if request.tokens is not None:
+        return request.tokens
+    if request.epochs is not None:
+        return request.epochs * train_tokens
+    if request.steps is not None:
+        return (
+            request.steps
+            * (request.train.get("batch_size") or MIN_STEP_TOKENS / config.max_position_embeddings)
+            * (config.max_position_embeddings)
+        )
+    seconds = 60 * (request.minutes or machine.default_minutes)
+    return seconds * machine.flops / flops_per_token(config, config.max_position_embeddings, training=True)
+
+
+def make_plan(
+    request: Request,
+    *,
+    model: ModelConfig,
+    model_why: str,
+    train_tokens: int,
+    machine: Machine,
+    measure: Callable[[ModelConfig, int], float],
+) -> Plan:
+    """Choose batch, rate and number of steps; `measure(model, rows)` gives the training speed in tokens/s."""
+    context = int(request.train.get("context", model.max_position_embeddings))
+    if context > model.max_position_embeddings:
+        raise ConfigError(
+            f"train.context is {context:,}, more than the model's context of {model.max_position_embeddings:,}; "
+            "give a larger --context"
+        )
+    if train_tokens < context + 1:
+        raise DataError(
+            f"the training text has {train_tokens:,} tokens, fewer than one window of {context} + 1; "
+            "give more text or a smaller --context"
+        )
+    seen = _budget_tokens(request, model, train_tokens, machine)
+    batch_size = int(request.train.get("batch_size") or _batch_size(seen, context, train_tokens))
+    micro = int(request.train.get("micro_batch_size") or _micro_batch(model, batch_size, context, machine))
+    seconds: float | None = None
+    if request.steps is not None:
+        steps = request.steps
+    elif request.tokens is not None or request.epochs is not None:
+        steps = max(1, round(seen / (batch_size * context)))
+    else:
+        seconds = 60 * (request.minutes or machine.default_minutes)
+        steps = max(1, int(seconds * measure(model, micro) / (batch_size * context) / (1 + EVALUATION_SHARE)))
+    width = model.hidden_size
+    values: dict[str, Any] = {
+        "total_steps": steps,
+        "batch_size": batch_size,
+        "micro_batch_size": micro,
+        "context": context,
+        "seed": request.seed,
+        "learning_rate": round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / width), 6),
+        "warmup_steps": max(1, min(200, steps // 30)),
+        "eval_every": max(1, math.ceil(steps / EVALUATIONS)),
+        "compute_dtype": machine.compute_dtype,
+    }
+    config = from_mapping(TrainConfig, {**values, **request.train}, "train")
+    forward_share = 3.0 * EVALUATION_SHARE / EVALUATIONS / 2  # a forward pass is a third; windows overlap by half
+    tokens = int(max(8 * context, forward_share * steps * batch_size * context))
+    why = {"model": model_why, "plan": _plan_text(request, machine, config, train_tokens)}
+    return Plan(model=model, train=config, seconds=seconds, validation_tokens=tokens, why=why)
+
+
+def _batch_size(tokens: float, context: int, train_tokens: int) -> int:
+    """Rows a step: a power of two of tokens that leaves enough steps, and no more than the corpus holds."""
+    wanted = int(2 ** round(math.log2(max(1.0, tokens / STEPS_WANTED))))
+    step_tokens = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, wanted))
+    return max(1, min(step_tokens // context, (train_tokens - 1) // context))
+
+
+def _micro_batch(model: ModelConfig, batch_size: int, context: int, machine: Machine) -> int:
+    """Halve the rows until one pass fits into the share of free memory that a run may take."""
+    rows = batch_size
+    limit = FREE_MEMORY_SHARE * machine.free_memory
+    while rows > 1 and training_bytes(model, rows, context, machine.compute_dtype, "adamw") > limit:
+        rows = math.ceil(rows / 2)
+    return rows
+
+
+def _plan_text(request: Request, machine: Machine, config: TrainConfig, train_tokens: int) -> str:
+    """Say the plan: the budget, what it comes to, and how to give more when none was given."""
+    step_tokens = config.batch_size * config.context
+    passes = config.total_steps * step_tokens / train_tokens
+    about = "about " if request.steps is None else ""
+    text = (
+        f"{_budget_text(request, machine)} = {about}{config.total_steps:,} steps of {step_tokens:,} tokens = "
+        f"{passes:.2g} {'pass' if f'{passes:.2g}' == '1' else 'passes'}"
+    )
+    if passes > 4:
+        text += "; the corpus is small: the best model on held-out text is kept"
+    if all(getattr(request, name) is None for name in ("minutes", "steps", "epochs", "tokens")):
+        text += "; give more with --minutes"
+    return text
+
+
+def _budget_text(request: Request, machine: Machine) -> str:
+    for name in ("steps", "epochs", "tokens"):
+        if (value := getattr(request, name)) is not None:
+            number = f"{value:,}".removesuffix(".0")
+            return f"{number} {name if value != 1 else name[:-1]}"
+    minutes = request.minutes or machine.default_minutes
+    return f"{minutes:g} minute{'' if minutes == 1 else 's'}"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1e6:.3g}M" if number >= 1e6 else f"{number / 1e3:.3g}k" if number >= 1e4 else f"{number:,.0f}"

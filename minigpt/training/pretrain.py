@@ -1,0 +1,373 @@
+"""The road from text to a trained model: read, split, tokenize, plan, train. It prints nothing: it tells a reporter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minigpt import __version__
+from minigpt.checkpoint.files import read_json, write_json
+from minigpt.checkpoint.folder import save_description
+from minigpt.config import DTypeName, ModelConfig, TrainConfig, from_mapping
+from minigpt.errors import ConfigError, DataError, ModelFolderError
+from minigpt.evaluation.bits import Score, score_tokens
+from minigpt.model.size import parameters, training_bytes
+from minigpt.model.transformer import GPT
+from minigpt.text.corpus import Corpus, build
+from minigpt.text.sources import SourceOptions, find_files
+from minigpt.text.split import Scan, scan, training_sample
+from minigpt.text.tokenizer import Tokenizer
+from minigpt.training import probe
+from minigpt.training.batches import CorpusBatches
+from minigpt.training.objectives import NextToken
+from minigpt.training.plan import Plan, Request, choose_model, make_plan, vocabulary_size
+from minigpt.training.run_folder import RunFolder
+from minigpt.training.trainer import Trainer
+
+RECORD = "minigpt.json"
+MADE_BY = "train"
+MAX_SAMPLE_MEGABYTES = 100_000.0
+CACHE = Path(".cache") / "corpus"  # beside the output folder, shared by the runs there
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """The text to train on and how to read it; `named` is what the person typed, for messages.
+
+    Without sources the text came through stdin and lies in the run's folder.
+    """
+
+    sources: tuple[str, ...]
+    named: str
+    field: str = "text"
+    separator: str | None = None
+    min_chars: int = 0
+    val_fraction: float = 0.1
+    sample_megabytes: float = 16.0
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        self.options()
+        if not 0 <= self.val_fraction < 1:
+            raise ConfigError(f"val_fraction is {self.val_fraction}; it must be 0 for none, or a share below 1")
+        if not 0 < self.sample_megabytes <= MAX_SAMPLE_MEGABYTES:
+            raise ConfigError(
+                f"tokenizer_sample_mb is {self.sample_megabytes}; it must be above 0, at most {MAX_SAMPLE_MEGABYTES:,}"
+            )
+
+    def options(self) -> SourceOptions:
+        """How the text is read."""
+        return SourceOptions(field=self.field, separator=self.separator, min_chars=self.min_chars)
+
+
+class Reporter(Protocol):
+    """Who is told what was read and chosen, before training begins."""
+
+    def fact(self, label: str, text: str) -> None: ...
+
+    def warning(self, message: str) -> None: ...
+
+    def working(self, what: str, done: int, total: int) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run that is ready to train."""
+
+    trainer: Trainer
+    tokenizer: Tokenizer
+    corpus: Corpus
+    plan: Plan
+    record: dict[str, Any]
+
+    def final_score(self, model: GPT) -> Score | None:
+        """Score all held-out text once."""
+        return _score(self.corpus, self.tokenizer, model, None) if _holds_out(self.corpus) else None
+
+
+def prepare(
+    data: DataRequest,
+    request: Request,
+    folder: RunFolder,
+    device: torch.device,
+    dtype: DTypeName | None,
+    report: Reporter,
+) -> Run:
+    """Read the text, make tokenizer, corpus and plan, and begin the run's folder; nothing old is lost before that."""
+    found = _read(data, folder, report)
+    tokenizer = _tokenizer(data, request, found, report)
+    corpus = _corpus(found, tokenizer, folder, report)
+    compute = dtype or probe.fast_dtype(device)
+    timed = request.steps is None and request.tokens is None and request.epochs is None
+    machine = probe.look_at(device, compute, timed=timed)
+    model, why = choose_model(request, tokenizer.vocab_size, len(corpus.train), machine)
+    plan = make_plan(
+        request,
+        model=model,
+        model_why=why,
+        train_tokens=len(corpus.train),
+        machine=machine,
+        measure=lambda shape, rows: probe.training_speed(shape, rows, device, compute),
+    )
+    CorpusBatches(corpus.train, context=plan.train.context, batch_size=1, seed=0)  # refuses a text that is too short
+    _describe(plan, device, report)
+    record = _record(data, request, found, tokenizer, corpus, plan)
+    folder.clear(keep_text=not data.sources)
+    write_json(folder.path / RECORD, record)  # before the rest: from here on the run can be continued
+    save_description(folder.path, model, tokenizer, record)
+    gpt = GPT(model)
+    gpt.initialize(torch.Generator().manual_seed(request.seed))
+    return _run(gpt.to(device), tokenizer, corpus, plan, folder, record)
+
+
+def resume(
+    folder: RunFolder,
+    record: dict[str, Any],
+    state: tuple[dict[str, Tensor], dict[str, Any]],
+    device: torch.device,
+    report: Reporter,
+) -> Run:
+    """Take a run up where it was saved, with the corpus, split and plan recorded in its folder."""
+    tensors, saved = state
+    tokenizer = Tokenizer.load(folder.path)
+    corpus = _recorded_corpus(record, tokenizer, folder, report)
+    where = str(folder.path / RECORD)
+    with _understanding(folder):
+        plan = Plan(
+            model=from_mapping(ModelConfig, record["plan"]["model"], where),
+            train=from_mapping(TrainConfig, saved["config"], where),
+            seconds=record["plan"]["seconds"],
+            validation_tokens=record["plan"]["validation_tokens"],
+            why=record["plan"]["why"],
+        )
+    run = _run(GPT(plan.model).to(device), tokenizer, corpus, plan, folder, record)
+    for message in run.trainer.restore(tensors, saved):
+        report.warning(message)
+    progress = run.trainer.progress
+    report.fact("resume", f"step {progress.step:,} of {progress.total_steps:,}, saved in {folder.state_path.parent}")
+    _describe(plan, device, report)
+    return run
+
+
+def recorded(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the record of the training run in a folder, or None where there is none."""
+    path = folder.path / RECORD
+    record = read_json(path) if path.is_file() else {}
+    return record if record.get("made_by") == MADE_BY else None
+
+
+def asked(record: dict[str, Any], folder: RunFolder) -> tuple[DataRequest, Request]:
+    """Return what a recorded run was begun with."""
+    with _understanding(folder):
+        data = DataRequest(**record["data"] | {"sources": tuple(record["data"]["sources"])})
+        return data, Request(**record["request"])
+
+
+@contextmanager
+def _understanding(folder: RunFolder) -> Iterator[None]:
+    """Turn a record that lacks something, or holds something else, into one line."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelFolderError(
+            f"{folder.path / RECORD} is not the record of a run that can be continued ({error}); "
+            "start again with --overwrite"
+        ) from error
+
+
+def check_same(
+    record: dict[str, Any],
+    folder: RunFolder,
+    data: DataRequest,
+    request: Request,
+    dtype: DTypeName | None,
+    *,
+    sourced: bool,
+) -> None:
+    """Refuse to resume with another source, if one was named, or other settings than the run was begun with."""
+    begun_data, begun = asked(record, folder)
+    if sourced and data.sources != begun_data.sources:
+        raise ConfigError(
+            f"this run was begun with {begun_data.named}, not {data.named}; leave the source out to continue it, "
+            "or write elsewhere with -o"
+        )
+    with _understanding(folder):
+        before = record["plan"]["model"] | record["plan"]["train"] | asdict(begun_data)
+        before |= {name: value for name, value in asdict(begun).items() if value is not None}
+    said = _said(data, DataRequest(sources=data.sources, named=data.named)) | _said(request, Request())
+    said |= {**said.pop("model", {}), **said.pop("train", {})}
+    if dtype is not None:
+        said["compute_dtype"] = dtype
+    for name, value in said.items():
+        if before.get(name) != value:
+            then = f"{name} {before[name]}" if before.get(name) is not None else f"no {name}"
+            raise ConfigError(
+                f"this run was begun with {then}, not {value}; leave it out to continue as it was, "
+                "or write elsewhere with -o"
+            )
+
+
+def _said(request: DataRequest | Request, plain: DataRequest | Request) -> dict[str, Any]:
+    """What differs from what stands when nothing is said."""
+    return {name: value for name, value in asdict(request).items() if value != asdict(plain)[name]}
+
+
+def finish(run: Run, folder: RunFolder, score: Score | None) -> None:
+    """Add the result to the record in the folder."""
+    progress = run.trainer.progress
+    result = {
+        "steps": progress.step,
+        "best_step": progress.best_step,
+        "seconds": round(progress.elapsed, 1),
+        "trained_tokens": progress.step * run.plan.train.batch_size * run.plan.train.context,
+        "bits_per_byte": None if score is None else score.bits_per_byte,
+        "held_out_loss": None if score is None else score.loss,
+    }
+    write_json(folder.path / RECORD, run.record | {"result": result})
+
+
+def _run(
+    model: GPT, tokenizer: Tokenizer, corpus: Corpus, plan: Plan, folder: RunFolder, record: dict[str, Any]
+) -> Run:
+    train = plan.train
+    batches = CorpusBatches(corpus.train, context=train.context, batch_size=train.batch_size, seed=train.seed)
+    validate: Callable[[GPT], Score] | None = None
+    if _holds_out(corpus):
+        validate = partial(_score, corpus, tokenizer, limit=plan.validation_tokens)
+    trainer = Trainer(model, NextToken(), batches, train, folder, validate=validate, seconds=plan.seconds)
+    return Run(trainer=trainer, tokenizer=tokenizer, corpus=corpus, plan=plan, record=record)
+
+
+def _holds_out(corpus: Corpus) -> bool:
+    """Tell whether held-out text can be scored: more than a first token, which is context only, and an end."""
+    return len(corpus.val) > 2
+
+
+def _score(corpus: Corpus, tokenizer: Tokenizer, model: GPT, limit: int | None) -> Score:
+    return score_tokens(model, corpus.val.read, len(corpus.val), tokenizer.byte_lengths(), limit=limit)
+
+
+def _read(data: DataRequest, folder: RunFolder, report: Reporter) -> Scan:
+    files = find_files(data.sources or [folder.incoming_path if folder.incoming_path.exists() else folder.text_path])
+    total = sum(file.stat().st_size for file in files)
+    found = scan(
+        files,
+        data.options(),
+        val_fraction=data.val_fraction,
+        progress=lambda done: report.working("reading", done, total),
+    )
+    parts = [data.named, _bytes(found.bytes), f"{found.documents:,} document{'s' if found.documents != 1 else ''}"]
+    if found.duplicates:
+        parts.append(f"{found.duplicates:,} duplicates dropped")
+    if found.too_short:
+        parts.append(f"{found.too_short:,} short ones dropped")
+    share = f"{data.val_fraction:.0%}"
+    held = {
+        "none": "nothing held out",
+        "documents": f"{share} of the documents held out",
+        "ends": f"last {share} held out" if found.documents == 1 else f"last {share} of each held out",
+    }
+    report.fact("corpus", ", ".join([*parts, held[found.split]]))
+    if found.bad_bytes:
+        report.warning(f"{found.bad_bytes:,} bytes were no UTF-8 and were replaced by U+FFFD")
+    return found
+
+
+def _tokenizer(data: DataRequest, request: Request, found: Scan, report: Reporter) -> Tokenizer:
+    started = time.monotonic()
+    sample = training_sample(found, int(1e6 * data.sample_megabytes))
+    if data.tokenizer is not None:
+        tokenizer = Tokenizer.load(Path(data.tokenizer))
+        text = f"from {data.tokenizer}, {tokenizer.vocab_size:,} tokens"
+    else:
+        wanted = request.vocab_size or vocabulary_size(found.train_bytes)
+        tokenizer = Tokenizer.train(sample, wanted)
+        text = f"byte-level BPE, {tokenizer.vocab_size:,} tokens ({time.monotonic() - started:.1f} s)"
+        if request.vocab_size is not None and tokenizer.vocab_size < wanted:
+            text += f"; the text has no more than these of the {wanted:,} asked for"
+    report.fact("tokenizer", text)
+    return tokenizer
+
+
+def _corpus(found: Scan, tokenizer: Tokenizer, folder: RunFolder, report: Reporter) -> Corpus:
+    corpus = build(
+        found,
+        tokenizer,
+        folder.path.parent / CACHE,
+        progress=lambda done: report.working("tokenizing", done, found.bytes),
+    )
+    tokens = len(corpus.train) + len(corpus.val)
+    rate = (corpus.train_bytes + corpus.val_bytes) / max(1, tokens)
+    report.fact("tokens", f"{tokens:,}, {rate:.2f} bytes a token")
+    return corpus
+
+
+def _recorded_corpus(record: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, report: Reporter) -> Corpus:
+    """Open the run's corpus; where its cache is gone, make it again from the same text."""
+    with _understanding(folder):
+        name, digest = record["corpus"]["cache"], record["corpus"]["digest"]
+    with suppress(DataError):  # gone or damaged: made again
+        return Corpus.load(folder.path.parent / CACHE / name)
+    data = asked(record, folder)[0]
+    found = _read(data, folder, report)
+    if found.digest != digest:
+        raise DataError(f"{data.named} has changed since this run began; put the old text back, or start again")
+    return _corpus(found, tokenizer, folder, report)
+
+
+def _describe(plan: Plan, device: torch.device, report: Reporter) -> None:
+    model, train = plan.model, plan.train
+    report.fact(
+        "model",
+        f"{model.architecture}, {model.num_hidden_layers} layers x {model.hidden_size}, "
+        f"{parameters(model) / 1e6:.2g}M parameters, context {model.max_position_embeddings} ({plan.why['model']})",
+    )
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    report.fact("device", f"{device}{threads}, {train.compute_dtype}")
+    report.fact("plan", plan.why["plan"])
+    need = training_bytes(model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer)
+    rows = "" if train.micro_batch_size == train.batch_size else f", micro-batches of {train.micro_batch_size}"
+    report.fact("memory", f"about {_bytes(need)} of {_bytes(probe.total_memory(device))}{rows}")
+
+
+def _record(
+    data: DataRequest, request: Request, found: Scan, tokenizer: Tokenizer, corpus: Corpus, plan: Plan
+) -> dict[str, Any]:
+    """Everything that says how this model was made, and that resuming reads."""
+    return {
+        "minigpt": __version__,
+        "made_by": MADE_BY,
+        "data": asdict(data),
+        "request": asdict(request),
+        "corpus": {
+            "digest": found.digest,
+            "cache": corpus.folder.name,
+            "documents": found.documents,
+            "train_tokens": len(corpus.train),
+            "train_bytes": corpus.train_bytes,
+            "held_out_tokens": len(corpus.val),
+            "held_out_bytes": corpus.val_bytes,
+        },
+        "plan": {
+            "model": asdict(plan.model),
+            "train": asdict(plan.train),
+            "seconds": plan.seconds,
+            "validation_tokens": plan.validation_tokens,
+            "why": plan.why,
+        },
+    }
+
+
+def _bytes(count: float) -> str:
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,108 @@
+"""Short measurements of the machine: what it computes fast in, how fast it trains, how much memory is free."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import torch
+
+from minigpt.config import DTypeName, ModelConfig, TrainConfig, preset_config
+from minigpt.model.size import flops_per_token
+from minigpt.model.transformer import GPT
+from minigpt.training.batches import Batch
+from minigpt.training.objectives import NextToken
+from minigpt.training.optim import make_optimizers
+from minigpt.training.plan import Machine
+
+PROBE_SECONDS = 0.7
+PRODUCT_SIZE = 768  # of the matrices that compare number types
+CPU_MINUTES, GPU_MINUTES = 3.0, 10.0
+
+
+def fast_dtype(device: torch.device) -> DTypeName:
+    """Return the fastest type to compute in: bfloat16 where the device is good at it, float16 on older GPUs."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    if device.type == "cpu" and _product_seconds(torch.bfloat16) < 0.7 * _product_seconds(torch.float32):
+        return "bfloat16"
+    return "float32"
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """The best of a few timings of one matrix product on the CPU."""
+    matrix = torch.ones(PRODUCT_SIZE // 4, PRODUCT_SIZE, dtype=dtype)
+    other = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        torch.mm(matrix, other)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def training_speed(
+    model: ModelConfig, rows: int, device: torch.device, dtype: DTypeName, seconds: float = PROBE_SECONDS
+) -> float:
+    """Return tokens/s of whole training steps on a throwaway model; the random state is left as it was."""
+    context = model.max_position_embeddings
+    config = TrainConfig(
+        total_steps=1, batch_size=rows, micro_batch_size=rows, context=context, seed=0, learning_rate=1e-4,
+        warmup_steps=0, optimizer="muon", compute_dtype=dtype,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        gpt = GPT(model)
+        gpt.initialize(torch.Generator().manual_seed(0))
+        gpt.to(device).train()
+        optimizers = make_optimizers(gpt, config)
+        tokens = torch.randint(0, model.vocab_size, (rows, context), device=device)
+        steps, started = -1, 0.0
+        while steps < 1 or time.perf_counter() - started < seconds:
+            with torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+                loss = NextToken().loss_sum(gpt, Batch(tokens, tokens)) / tokens.numel()
+            torch.autograd.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            loss.item()
+            steps += 1
+            if steps == 0:  # the first step allocates; it does not count
+                started = time.perf_counter()
+        return steps * tokens.numel() / (time.perf_counter() - started)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes a run may use on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes the device has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return int(psutil.virtual_memory().total)
+
+
+def used_memory(device: torch.device) -> int:
+    """Return the bytes this process holds on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def look_at(device: torch.device, dtype: DTypeName, *, timed: bool) -> Machine:
+    """Describe a device for the plan; its speed is measured only where the budget is a time."""
+    cpu = device.type == "cpu"
+    flops = 0.0
+    if timed:
+        model = preset_config("micro" if cpu else "small", vocab_size=1024)
+        per_token = flops_per_token(model, model.max_position_embeddings, training=True)
+        flops = per_token * training_speed(model, 8 if cpu else 64, device, dtype)
+    return Machine(
+        flops=flops,
+        free_memory=free_memory(device),
+        compute_dtype=dtype,
+        default_minutes=CPU_MINUTES if cpu else GPU_MINUTES,
+    )

@@ -1,0 +1,107 @@
+"""A run on disk: the model people use at the top, what resuming needs in `last/`, metrics line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import filelock
+from torch import Tensor
+
+from minigpt.checkpoint import files
+from minigpt.checkpoint.folder import WEIGHTS
+from minigpt.errors import TrainingError
+
+MADE = (
+    "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl", "minigpt.json", WEIGHTS,
+    "stdin.txt", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+
+
+class RunFolder:
+    """Read and write one run's state; every file is either whole or the one before it.
+
+    Text that comes through stdin waits in `incoming_path` and is kept in `text_path` once the folder is the run's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.incoming_path, self.text_path = path / ".stdin.txt", path / "stdin.txt"
+        self.state_path = path / "last" / "state.safetensors"
+        self.metrics_path = path / "metrics.jsonl"
+        self._lock = filelock.FileLock(path / ".lock")
+
+    def lock(self) -> None:
+        """Keep other runs out until this process ends; a folder in use is a TrainingError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            self.incoming_path.unlink(missing_ok=True)  # of a run that was killed
+        except filelock.Timeout as error:
+            raise TrainingError(
+                f"{self.path} is in use by another run; wait for it, or write elsewhere with -o"
+            ) from error
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path}: {error.strerror}; write elsewhere with -o") from error
+
+    def unlock(self) -> None:
+        """Let other runs in."""
+        self._lock.release()
+
+    def taken(self) -> str | None:
+        """Name something in the folder that a new run would replace, or None."""
+        return next((name for name in MADE if (self.path / name).exists()), None)
+
+    def clear(self, *, keep_text: bool) -> None:
+        """Remove what an earlier run left, so that nothing of it mixes with a new one; incoming text is kept."""
+        (self.path / "minigpt.json").unlink(missing_ok=True)  # first: the rest is no run without it
+        shutil.rmtree(self.path / "last", ignore_errors=True)
+        for name in (WEIGHTS, "metrics.jsonl", "loss.svg", *(() if keep_text else ("stdin.txt",))):
+            (self.path / name).unlink(missing_ok=True)
+        if self.incoming_path.exists():
+            os.replace(self.incoming_path, self.text_path)
+
+    def save_state(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """Write all that resuming needs as one file, in one atomic step."""
+        files.write_tensors(self.state_path, tensors, {"record": json.dumps(record)})
+
+    def load_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Read the saved state, or None when the run never got to its first save."""
+        if not self.state_path.exists():
+            return None
+        tensors, metadata = files.read_tensors(self.state_path)
+        try:
+            record = json.loads(metadata["record"])
+        except (KeyError, ValueError) as error:
+            raise TrainingError(f"{self.state_path} holds no state of a run; start again with --overwrite") from error
+        return tensors, record
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one line to metrics.jsonl."""
+        try:
+            with open(self.metrics_path, "a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write {self.metrics_path}: {error.strerror}; "
+                f"the last good state is in {self.state_path.parent}"
+            ) from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl; a last line cut short by a kill is left out."""
+        if not self.metrics_path.exists():
+            return []
+        rows = []
+        for line in self.metrics_path.read_text(encoding="utf-8").split("\n"):
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return rows
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop the rows after `step`: a resumed run writes them again."""
+        rows = [row for row in self.read_metrics() if row.get("step", 0) <= step]
+        files.write_text(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))

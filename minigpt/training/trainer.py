@@ -1,0 +1,291 @@
+"""The one training loop. It prints nothing: it yields events, and saves itself so that resuming is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minigpt.checkpoint.folder import save_weights
+from minigpt.config import TrainConfig
+from minigpt.errors import TrainingError
+from minigpt.evaluation.bits import Score
+from minigpt.model.transformer import GPT
+from minigpt.training.batches import Batch
+from minigpt.training.objectives import Objective
+from minigpt.training.optim import learning_rate_factor, make_optimizers, optimizer_tensors, restore_optimizers
+from minigpt.training.run_folder import RunFolder
+
+SAVE_SECONDS = 60.0  # at least this long between two saves that no evaluation asks for
+SAVE_SHARE = 20.0  # and this many times what the last save took
+
+
+class BatchSource(Protocol):
+    """Batches as a pure function of the step, so that a position in the data is a number."""
+
+    def at(self, step: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step; the loss is per token, in nats."""
+
+    step: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float
+    elapsed: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Held-out text was scored after a step."""
+
+    step: int
+    score: Score
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something a person should know, in one line."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run ended: its plan is done, or it was asked to stop."""
+
+    step: int
+    completed: bool
+
+
+Event = StepDone | Evaluated | Warned | Finished
+
+
+@dataclass
+class Progress:
+    """Where a run stands: everything about it that is no tensor."""
+
+    step: int = 0
+    total_steps: int = 0
+    micro_batch_size: int = 0
+    elapsed: float = 0.0
+    best_step: int | None = None
+    best_bits_per_byte: float | None = None
+
+
+class Trainer:
+    """Train `model` on `batches` by `objective`, evaluating with `validate` and saving into `folder`.
+
+    With `seconds` the plan is a time: the number of steps is corrected by the clock at every evaluation. Without, a run
+    stopped anywhere and resumed equals the uninterrupted one bit for bit on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        objective: Objective,
+        batches: BatchSource,
+        config: TrainConfig,
+        folder: RunFolder,
+        *,
+        validate: Callable[[GPT], Score] | None,
+        seconds: float | None = None,
+    ) -> None:
+        self.model, self.objective, self.batches = model, objective, batches
+        self.config, self.folder, self.validate, self.seconds = config, folder, validate, seconds
+        self.device = model.lm_head.weight.device
+        self.optimizers = make_optimizers(model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.compute_dtype == "float16")
+        self.progress = Progress(total_steps=config.total_steps, micro_batch_size=config.micro_batch_size)
+        self._began = 0.0
+        self._saved_at, self._save_took = 0.0, 0.0
+        torch.manual_seed(config.seed)  # for dropout
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """Train to the end of the plan, or until `stop()` is true after a step; save at the end either way."""
+        progress = self.progress
+        self.model.train()
+        self._began = time.monotonic() - progress.elapsed
+        self._save_state()
+        while progress.step < progress.total_steps:
+            yield from self._step()
+            last = progress.step == progress.total_steps
+            if last or progress.step % self.config.eval_every == 0:
+                yield from self._evaluate()
+                self._correct_plan()
+                self._save_state()
+            elif time.monotonic() - self._saved_at > max(SAVE_SECONDS, SAVE_SHARE * self._save_took):
+                self._save_state()
+            if stop() and progress.step < progress.total_steps:
+                self._save_state()
+                break
+        if progress.best_step is None:
+            save_weights(self.folder.path, self.model)
+        yield Finished(progress.step, completed=progress.step >= progress.total_steps)
+
+    def _step(self) -> Iterator[Event]:
+        """Take one optimizer step and move on; the step's loss is summed over micro-batches and divided once."""
+        progress, config, started = self.progress, self.config, time.monotonic()
+        factor = learning_rate_factor(
+            progress.step,
+            warmup=config.warmup_steps,
+            total=progress.total_steps,
+            schedule=config.schedule,
+            final=config.final_learning_rate_ratio,
+        )
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate * factor
+        batch = self.batches.at(progress.step)
+        loss = yield from self._gradients(batch)
+        norm = self._update(loss)
+        progress.step += 1
+        now = time.monotonic()
+        progress.elapsed = now - self._began
+        rate = batch.tokens.numel() / max(now - started, 1e-9)
+        event = StepDone(
+            progress.step, progress.total_steps, loss, config.learning_rate * factor, norm, rate, progress.elapsed
+        )
+        row = {key: value for key, value in asdict(event).items() if key != "total_steps"}
+        self.folder.append_metrics(row if math.isfinite(norm) else row | {"grad_norm": None})  # JSON has no infinity
+        yield event
+
+    def _gradients(self, batch: Batch) -> Generator[Event, None, float]:
+        """Accumulate the step's gradients; out of memory on a GPU halves the micro-batch and begins the step again."""
+        while True:
+            try:
+                return self._accumulate(batch)
+            except torch.OutOfMemoryError:
+                small = self.progress.micro_batch_size // 2
+                if small < 1:
+                    raise TrainingError(
+                        "out of memory with a single row; choose a smaller --context or --preset"
+                    ) from None
+            # Outside the except clause, so that the failed step's tensors are free before the next try.
+            yield Warned(
+                f"out of memory at a micro-batch of {self.progress.micro_batch_size}; went on with {small} "
+                "(same effective batch)"
+            )
+            self.progress.micro_batch_size = small
+            torch.cuda.empty_cache()
+
+    def _accumulate(self, batch: Batch) -> float:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        weight, total = self.objective.weight(batch), 0.0
+        for micro in batch.split(self.progress.micro_batch_size):
+            with self._autocast():
+                loss = self.objective.loss_sum(self.model, micro.to(self.device)) / weight
+            torch.autograd.backward(self.scaler.scale(loss))
+            total += loss.item()
+        return total
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.compute_dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.config.compute_dtype))
+
+    def _update(self, loss: float) -> float:
+        """Clip and apply the gradients; one that is no number ends the run before it spoils the weights."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(norm) else None
+        if broken == "loss" or (broken and not self.scaler.is_enabled()):
+            value = "NaN" if math.isnan(loss if broken == "loss" else norm) else "infinite"
+            raise TrainingError(
+                f"the {broken} became {value} at step {self.progress.step + 1}; the last good state is in "
+                f"{self.folder.state_path.parent} (step {self._saved_step}); try a lower --lr"
+            )
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return norm
+
+    def _evaluate(self) -> Iterator[Event]:
+        """Score held-out text and keep the model at the top of the folder if it is the best so far."""
+        progress = self.progress
+        if self.validate is None:
+            save_weights(self.folder.path, self.model)
+            progress.best_step = progress.step
+            return
+        score = self.validate(self.model)
+        is_best = progress.best_bits_per_byte is None or score.bits_per_byte < progress.best_bits_per_byte
+        if is_best:
+            progress.best_step, progress.best_bits_per_byte = progress.step, score.bits_per_byte
+            save_weights(self.folder.path, self.model)
+        row = {"step": progress.step, "held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte}
+        self.folder.append_metrics(row)
+        yield Evaluated(progress.step, score, is_best)
+
+    def _correct_plan(self) -> None:
+        """Fit the number of steps to the time that is left, for a plan made in minutes."""
+        progress = self.progress
+        if self.seconds is None or progress.step >= progress.total_steps:
+            return
+        progress.elapsed = time.monotonic() - self._began
+        left = max(0.0, self.seconds - progress.elapsed)
+        progress.total_steps = progress.step + int(left / (progress.elapsed / progress.step))
+
+    def _save_state(self) -> None:
+        started = time.monotonic()
+        self.progress.elapsed = started - self._began
+        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in self.model.named_parameters()}
+        tensors |= optimizer_tensors(self.model, self.optimizers)
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        record = {
+            "progress": asdict(self.progress),
+            "config": asdict(self.config),
+            "seconds": self.seconds,
+            "scaler": self.scaler.state_dict(),
+            "environment": environment(),
+        }
+        self.folder.save_state(tensors, record)
+        self._saved_step, self._saved_at = self.progress.step, time.monotonic()
+        self._save_took = self._saved_at - started
+
+    def restore(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> list[str]:
+        """Take up a saved state; returns what differs from the machine that saved it."""
+        weights = {f"model.{name}": weight for name, weight in self.model.named_parameters()}
+        if any(name not in tensors or tensors[name].shape != weight.shape for name, weight in weights.items()):
+            raise TrainingError(f"{self.folder.state_path} does not fit this run's model; start again with --overwrite")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[name])
+        restore_optimizers(self.model, self.optimizers, tensors)
+        torch.set_rng_state(tensors["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+        self.scaler.load_state_dict(record["scaler"])
+        self.progress = replace(Progress(), **record["progress"])
+        self.folder.rewind_metrics(self.progress.step)
+        now, then = environment(), record["environment"]
+        return [
+            f"{name} was {then.get(name)} when this run was saved and is {value} now; it will not be bit-equal"
+            for name, value in now.items()
+            if then.get(name) != value
+        ]
+
+
+def environment() -> dict[str, Any]:
+    """What bit-equality on a CPU depends on."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }

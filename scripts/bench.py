@@ -1,0 +1,128 @@
+"""How fast this machine trains, reads, writes and tokenizes: medians of interleaved rounds, as JSON on stdout.
+
+    python scripts/bench.py                    # a table on stderr, JSON on stdout
+    python scripts/bench.py --rounds 5 --preset mini --device cuda
+
+Absolute figures mean nothing on a shared machine; compare ratios within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from minigpt.config import PRESETS, ModelConfig, SamplingConfig, preset_config
+from minigpt.inference.engine import prefill, stream
+from minigpt.model.cache import KVCache
+from minigpt.model.transformer import GPT
+from minigpt.text.bundled import bundled_corpus
+from minigpt.text.tokenizer import Tokenizer
+from minigpt.training.probe import fast_dtype, training_speed
+
+NEW_TOKENS = 256
+PROMPT_TOKENS = 8
+PREFILL_TOKENS = 256
+VOCABULARY = 2048
+TEXT_BYTES = 1_000_000
+
+Row = tuple[str, Callable[[], float]]  # a name, and what measures it once
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def generate(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    """The engine: greedy, with the cache; an end token is as good as another here."""
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    for _ in stream(model, tokenizer, prompts, sampling, list(range(len(prompts)))):
+        pass
+
+
+@torch.inference_mode()
+def recompute(model: GPT, prompt: list[int]) -> None:
+    """The same text without a cache: the whole prefix again for every token, and only its last logits."""
+    tokens = torch.tensor([prompt], device=model.lm_head.weight.device)
+    for _ in range(NEW_TOKENS):
+        hidden = model.model(tokens)[:, -1:]
+        tokens = torch.cat((tokens, model.lm_head(hidden).argmax(-1)), dim=1)
+
+
+@torch.inference_mode()
+def read_prompt(model: GPT, prompt: list[int]) -> None:
+    weight = model.lm_head.weight
+    prefill(model, KVCache(model.config, 1, len(prompt), device=weight.device, dtype=weight.dtype), [prompt])
+
+
+def endless(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer without end tokens, so that every text has its full length."""
+    tokenizer.end_ids = ()
+    return tokenizer
+
+
+def rows(config: ModelConfig, tokenizer: Tokenizer, text: str, device: torch.device) -> list[Row]:
+    model = GPT(config)
+    model.initialize(torch.Generator().manual_seed(0))
+    model.to(device).eval()
+    prompt = list(range(10, 10 + PROMPT_TOKENS))
+    long_prompt = [10 + i % 200 for i in range(PREFILL_TOKENS)]
+    micro = max(1, 2048 // config.max_position_embeddings)
+    pieces = [text[start : start + 50_000] for start in range(0, len(text), 50_000)]
+    megabytes = len(text.encode()) / 1e6
+    dtype = fast_dtype(device)
+    return [
+        ("train tokens/s", lambda: training_speed(config, micro, device, dtype, seconds=2.0)),
+        ("decode tokens/s", lambda: NEW_TOKENS / timed(lambda: generate(model, tokenizer, [prompt]))),
+        (
+            "decode tokens/s, 16 rows",
+            lambda: 16 * NEW_TOKENS / timed(lambda: generate(model, tokenizer, [prompt] * 16)),
+        ),
+        ("decode tokens/s, no cache", lambda: NEW_TOKENS / timed(lambda: recompute(model, prompt))),
+        ("prefill tokens/s", lambda: PREFILL_TOKENS / timed(lambda: read_prompt(model, long_prompt))),
+        ("tokenize MB/s", lambda: megabytes / timed(lambda: tokenizer.encode_batch(pieces))),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", choices=list(PRESETS), default="small")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    text = "".join(path.read_text(encoding="utf-8")[:TEXT_BYTES] for path in bundled_corpus())
+    tokenizer = endless(Tokenizer.train([text], VOCABULARY))
+    config = preset_config(options.preset, vocab_size=tokenizer.vocab_size)
+    measured: dict[str, list[float]] = {}
+    table = rows(config, tokenizer, text, torch.device(options.device))
+    for turn in range(options.rounds):
+        for name, measure in table:
+            value = measure()
+            measured.setdefault(name, []).append(value)
+            print(f"round {turn + 1}/{options.rounds}  {name:<28}{value:>12,.1f}", file=sys.stderr, flush=True)
+    medians = {name: round(statistics.median(values), 2) for name, values in measured.items()}
+    ratios = [a / b for a, b in zip(measured["decode tokens/s"], measured["decode tokens/s, no cache"], strict=True)]
+    result = {
+        "model": asdict(config),
+        "device": options.device,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rounds": options.rounds,
+        "medians": medians,
+        "cached over recomputed": round(statistics.median(ratios), 2),
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

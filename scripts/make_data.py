@@ -1,0 +1,101 @@
+"""Write the bundled training corpus: short English and Chinese stories, the same bytes on every machine.
+
+Usage: python scripts/make_data.py [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tales.grammar import read_grammar
+from tales.teller import Teller
+
+HERE = Path(__file__).resolve().parent
+SEPARATOR = "<|endoftext|>"
+MOST_REPEATS = 20
+SENTENCE_END = re.compile(r"[.!?。！？]+")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One output file: its grammar, size, and how lines of its language are joined, polished and measured."""
+
+    file: str
+    grammar: str
+    seed: int
+    size: int
+    joiner: str
+    polish: Callable[[str], str]
+    unit: re.Pattern[str]
+    least: int
+    most: int
+
+
+def polish_english(line: str) -> str:
+    """Put the right article before each word and a capital at the start of the line."""
+    line = re.sub(r"\b([Aa])n? (\w+)", lambda match: _article(match[1], match[2]) + " " + match[2], line)
+    return re.sub(r'^"?[a-z]', lambda match: match[0].upper(), line)
+
+
+def _article(article: str, word: str) -> str:
+    word = word.lower()
+    vowel = word[0] in "aeiou" and not word.startswith(("uni", "use", "usu", "one", "once", "eu"))
+    return article + "n" if vowel or word.startswith(("hour", "honest", "honor", "heir")) else article
+
+
+def polish_chinese(line: str) -> str:
+    """Leave a Chinese line as it is: it needs no articles and no capitals."""
+    return line
+
+
+CORPORA = (
+    Corpus("tales.en.txt", "en", 20, 1_350_000, " ", polish_english, re.compile(r"[A-Za-z']+"), 60, 250),
+    Corpus("tales.zh.txt", "zh", 21, 800_000, "", polish_chinese, re.compile(r"[\u4e00-\u9fff]"), 90, 400),
+)
+
+
+def sentences(story: str) -> list[str]:
+    """Return the sentences of a story without their quotation marks and end marks."""
+    parts = SENTENCE_END.split(story.replace(SEPARATOR, ""))
+    return [bare for part in parts if (bare := part.strip(' \n"“”‘’'))]
+
+
+def write_corpus(corpus: Corpus) -> str:
+    """Return the whole text of one corpus: new stories until it is large enough.
+
+    A story is thrown away when it stands already, is too short or too long, or would repeat a sentence too often.
+    """
+    teller = Teller(read_grammar(HERE / "tales" / corpus.grammar), corpus.seed, corpus.joiner, corpus.polish)
+    stories: dict[str, None] = {}
+    seen: Counter[str] = Counter()
+    size = 0
+    while size < corpus.size:
+        story = teller.story()
+        found = sentences(story)
+        fits = corpus.least <= len(corpus.unit.findall(story)) <= corpus.most
+        worn = any(seen[sentence] + found.count(sentence) > MOST_REPEATS for sentence in found)
+        if story in stories or worn or not fits:
+            continue
+        stories[story] = None
+        seen.update(found)
+        size += len(story.encode()) + len(SEPARATOR) + 2
+    return "".join(f"{story}\n{SEPARATOR}\n" for story in stories)
+
+
+def main() -> None:
+    """Write every corpus into the chosen folder."""
+    parser = argparse.ArgumentParser(description="Write the bundled training corpus.")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "data", help="folder to write to (default: data/)")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for corpus in CORPORA:
+        (out / corpus.file).write_bytes(write_corpus(corpus).encode("utf-8"))
+
+
+if __name__ == "__main__":
+    main()

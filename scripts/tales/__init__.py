@@ -1,0 +1,1 @@
+"""Story grammars and the small engine that writes the bundled corpus."""

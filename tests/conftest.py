@@ -1,0 +1,16 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and models beside the checkout; tests that need it skip where it is missing."""
+    folder = Path(__file__).parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"real data and models are not there ({folder.name}/ beside the checkout)")
+    return folder
