@@ -41,7 +41,7 @@ class Result:
 def minigpt(*arguments: object, stdin: bytes | None = None) -> Result:
     """Run `minigpt` with arguments; `stdin` is what is piped in, None is /dev/null."""
     out, err = io.BytesIO(), io.BytesIO()
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with TemporaryFile() if stdin is not None else open(os.devnull, "rb") as source:
         if stdin is not None:
             source.write(stdin)
@@ -56,7 +56,8 @@ def minigpt(*arguments: object, stdin: bytes | None = None) -> Result:
                 status = app.run([str(argument) for argument in arguments])
                 streams["stdout"].flush()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             streams["stdin"].detach()
     return Result(status, out.getvalue().decode("utf-8"), err.getvalue().decode("utf-8"))
 

@@ -343,5 +343,6 @@ def test_a_model_in_training_mode_is_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_generate_too(dtype: torch.dtype, tokenizer: Tokenizer) -> None:
     model = model_for(tokenizer).to(dtype)
-    rows = run(model, tokenizer, [tokenizer.encode("the"), tokenizer.encode("the cat")], SamplingConfig(logprobs=1))
-    assert [len(row.tokens) for row in rows] == [256, 256]
+    sampling = SamplingConfig(max_new_tokens=2 * CONTEXT, logprobs=1)
+    rows = run(model, tokenizer, [tokenizer.encode("the"), tokenizer.encode("the cat")], sampling)
+    assert [len(row.tokens) for row in rows] == [2 * CONTEXT] * 2

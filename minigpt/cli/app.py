@@ -6,18 +6,30 @@ import contextlib
 import os
 import re
 import sys
-from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from minigpt import __version__
-from minigpt.cli import console, generate, train
-from minigpt.cli.signals import Terminated, raise_on_sigterm
+from minigpt.cli import console, evaluate, generate, info, inspect, tokenizer, train
+from minigpt.cli.signals import Stopped, raise_on_signals
 from minigpt.errors import MinigptError
+
+JOURNEY = ("tokenizer", "train", "generate", "eval", "inspect", "info")
+
+
+class Journey(typer.core.TyperGroup):
+    """The commands in the order in which a person meets them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names for help and completion."""
+        return list(JOURNEY)
+
 
 app = typer.Typer(
     name="minigpt",
+    cls=Journey,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -40,8 +52,12 @@ def minigpt(
     """From raw text to a small language model of your own, and back to text."""
 
 
+app.add_typer(tokenizer.app, name="tokenizer")
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
+app.command("eval")(evaluate.evaluate)
+app.command("inspect")(inspect.inspect)
+app.command("info")(info.info)
 
 
 def main() -> None:
@@ -54,7 +70,7 @@ def run(arguments: list[str]) -> int:
     _speak_utf8()
     # Threads that wait for each other by spinning make a step ten times slower when another program wants their core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    raise_on_sigterm()
+    raise_on_signals()
     try:
         status = app(arguments, prog_name="minigpt", standalone_mode=False)
         sys.stdout.flush()
@@ -63,16 +79,16 @@ def run(arguments: list[str]) -> int:
         console.error(str(error))
         return error.exit_status
     except typer.TyperException as error:
-        return _usage_error(error, arguments)
-    except (KeyboardInterrupt, typer.Abort):
+        return _usage_error(error)
+    except Stopped as stop:
         console.note("stopped")
-        return 130
-    except Terminated:
-        console.note("stopped")
-        return 143
+        return stop.exit_status
     except BrokenPipeError:  # the reader has gone; nothing is wrong
         _drop_output()
         return 141
+    except SystemExit as leave:  # Typer's way to end after completion, and when the reader has gone
+        _drop_output()
+        return 141 if isinstance(leave.__context__, BrokenPipeError) else int(leave.code or 0)
     except OSError as error:  # what no command expected, such as a full disk under stdout
         _drop_output()
         console.error(f"{error.filename or 'input or output'}: {error.strerror or error}")
@@ -85,20 +101,14 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _usage_error(error: typer.TyperException, arguments: list[str]) -> int:
-    """Put a mistyped command or option into one line, with the nearest right one."""
+def _usage_error(error: typer.TyperException) -> int:
+    """Put a mistyped command, option or value into one line; Typer finds the nearest right one."""
     text = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
         console.note(text)
         return 2
-    text = text.rstrip(".")
+    text = re.sub(r"\. Did you mean (.+)\?$", r" (did you mean \1?)", text.replace("Value error, ", "")).rstrip(".")
     context = getattr(error, "ctx", None)
-    wrong = re.search(r"No such (?:option|command):? '?([\w-]+)", text)
-    if wrong and context is not None and "(" not in text and "Did you mean" not in text:
-        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-        known += list(getattr(context.command, "commands", {}))
-        nearest = get_close_matches(wrong.group(1), known, n=1, cutoff=0.5)
-        text += f" (did you mean {nearest[0]}?)" if nearest else ""
     command = context.command_path if context is not None else "minigpt"
     console.error(f"{text[:1].lower()}{text[1:]}; see {command} --help")
     return int(getattr(error, "exit_code", 2))

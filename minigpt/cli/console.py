@@ -17,7 +17,7 @@ PLAIN_SECONDS = 5.0  # between two progress lines where stderr is no terminal
 
 
 def _stderr() -> Console:
-    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=not sys.stderr.isatty())
+    return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
 
 def write(text: str) -> None:
@@ -27,8 +27,9 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Put one line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Put one line on stderr; a terminal breaks it between words."""
+    for line in _wrapped(text, 0):
+        print(line, file=sys.stderr, flush=True)
 
 
 def error(message: str) -> None:
@@ -43,13 +44,17 @@ def warning(message: str) -> None:
 
 def fact(label: str, text: str) -> None:
     """Put a labelled fact on stderr; a terminal wraps it under itself, a file gets one line."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    for i, line in enumerate(_wrapped(text, LABEL_WIDTH)):
+        print(f"{bold}{label if i == 0 else '':<{LABEL_WIDTH}}{plain}{line}", file=sys.stderr, flush=True)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Cut text into lines as wide as the terminal, less an indent; one line where there is no terminal."""
     if not sys.stderr.isatty():
-        note(f"{label:<{LABEL_WIDTH}}{text}")
-        return
+        return [text]
     console = _stderr()
-    width = max(20, console.width - LABEL_WIDTH - 1)
-    for i, line in enumerate(Text(text).wrap(console, width)):
-        console.print(Text(f"{label if i == 0 else '':<{LABEL_WIDTH}}", style="bold"), line, sep="", end="\n")
+    return [line.plain.rstrip() for line in Text(text).wrap(console, max(20, console.width - indent - 1))] or [""]
 
 
 def duration(seconds: float) -> str:
@@ -81,7 +86,7 @@ class Progress:
 
     def __init__(self, live: Live | None) -> None:
         self._live = live
-        self._printed = 0.0
+        self._printed = time.monotonic()
 
     def show(self, line: str, share: float, *, force: bool = False) -> None:
         """Show a line, with a bar for the share that is done where there is room for it."""

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Terminated(BaseException):
-    """SIGTERM, where nothing is in the middle of a training step."""
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM, where nothing is in the middle of a training step."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_status = 128 + number
 
 
 class StopRequest:
@@ -34,13 +37,15 @@ class StopRequest:
         self.signal = number
 
 
-def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the program as Ctrl-C does, so that what is half-written is cleaned up."""
+def raise_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM unwind the program, so that what is half-written is cleaned up."""
 
     def take(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise Stopped(number)
 
-    signal.signal(signal.SIGTERM, take)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, take)
 
 
 @contextmanager

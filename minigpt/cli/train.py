@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from minigpt.cli import stdin
-from minigpt.cli.models import RUNS, DeviceOption, DTypeOption, pick_device
+from minigpt.cli.models import RUNS, DeviceOption, pick_device
 from minigpt.cli.settings import Sections, read_settings
 from minigpt.config import ArchitectureName, DTypeName, OptimizerName, PresetName, check_choice
 from minigpt.errors import UsageError
@@ -30,7 +30,7 @@ ALSO_OPTIONS = {
 def train(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SOURCE]...", help="Files, folders or globs; - is standard input.", show_default=False),
+        typer.Argument(metavar="SOURCE", help="Files, folders or globs; - is standard input.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
@@ -69,7 +69,10 @@ def train(
     ] = None,
     optimizer: Annotated[OptimizerName | None, typer.Option(help="[default: muon]", show_default=False)] = None,
     device: DeviceOption = None,
-    dtype: DTypeOption = None,
+    dtype: Annotated[
+        DTypeName | None,
+        typer.Option(help="Type to compute in; weights stay float32. [default: the fastest]", show_default=False),
+    ] = None,
     field: Annotated[str, typer.Option(help="Field of a JSON line or parquet row that holds the text.")] = "text",
     separator: Annotated[
         str | None, typer.Option(help=r"Text between documents of a file, such as '\n\n'.", show_default=False)

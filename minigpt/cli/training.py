@@ -7,9 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoint.files import write_text
 from minigpt.checkpoint.folder import holds_model
@@ -27,8 +25,12 @@ from minigpt.training.probe import used_memory
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Evaluated, Finished, StepDone, Warned
 
+if TYPE_CHECKING:
+    import torch
+
 SAMPLE_TOKENS = 40
 SAMPLES = 4  # texts shown while a run trains
+OPENING_CHARS = 20  # of the prompt that is offered at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,7 @@ def _sample(run: Run) -> str:
     sampling = SamplingConfig(max_new_tokens=SAMPLE_TOKENS, temperature=0.8)
     text = collect(stream(model, run.tokenizer, [prompt], sampling, [run.trainer.progress.step]), 1)[0].text
     model.train()
-    return " ".join(text.split())
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(text.split()))
 
 
 def _conclude(run: Run, folder: RunFolder) -> None:
@@ -173,10 +175,12 @@ def _conclude(run: Run, folder: RunFolder) -> None:
 
 
 def _opening(run: Run) -> str:
-    """The first words of the training text, as a prompt to try."""
-    ids = run.corpus.train.read(0, min(4, len(run.corpus.train))).tolist()
-    text = " ".join(run.tokenizer.decode(ids).split())
-    return re.sub(r'["\\$`!\ufffd]', "", text) or "Once"
+    """The first words of the training text, as a prompt to try; nothing in it that a shell would take for its own."""
+    ids = run.corpus.train.read(0, min(24, len(run.corpus.train))).tolist()
+    words = re.sub(r'["\\$`!\ufffd]', "", run.tokenizer.decode(ids)).split()[:3]
+    while len(words) > 1 and len(" ".join(words)) > OPENING_CHARS:
+        words.pop()
+    return " ".join(words)[:OPENING_CHARS] or "Once"
 
 
 def _command(job: Job) -> str:

@@ -72,8 +72,8 @@ def terminal_curve(
     """
     rows = list(rows)
     points, name = series(rows, "bits_per_byte"), "held-out bits per byte"
-    if len(points) < 2:
-        points, name = series(rows, "loss"), "training loss, nats per token"
+    if len(points) < 2 and (losses := series(rows, "loss")):
+        points, name = losses, "training loss, nats per token"
     if not points:
         return ""
     last = max(step for step, _ in points)

@@ -34,7 +34,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.layer:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Under autocast queries and keys are narrower than their gain; PyTorch warns of mixed types.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

@@ -63,8 +63,8 @@ class Request:
         for name in given:
             if not 0 < budgets[name] < MAX_BUDGET:
                 raise ConfigError(f"{name} is {budgets[name]}; it must be a number above 0 and below {MAX_BUDGET:g}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}")
+        if not (isinstance(self.seed, int) and 0 <= self.seed <= MAX_SEED):
+            raise ConfigError(f"seed is {self.seed!r}; it must be from 0 to {MAX_SEED}")
         _check_settings(self)
 
 
@@ -95,6 +95,7 @@ class Machine:
     free_memory: int
     compute_dtype: DTypeName
     default_minutes: float
+    device_type: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,9 @@ def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Mac
     size = parameters(config)
     seen = _budget_tokens(request, config, train_tokens, machine)
     wanted = size * min(20.0, max(1.0, 1.2 * math.sqrt(size / 1e6)))
-    memory = training_bytes(config, 1, config.max_position_embeddings, machine.compute_dtype, "adamw")
+    memory = training_bytes(
+        config, 1, config.max_position_embeddings, machine.compute_dtype, device=machine.device_type
+    )
     return seen >= wanted and size <= 25 * train_tokens and memory < FREE_MEMORY_SHARE * machine.free_memory
 
 
@@ -227,7 +230,7 @@ def _micro_batch(model: ModelConfig, batch_size: int, context: int, machine: Mac
     """Halve the rows until one pass fits into the share of free memory that a run may take."""
     rows = batch_size
     limit = FREE_MEMORY_SHARE * machine.free_memory
-    while rows > 1 and training_bytes(model, rows, context, machine.compute_dtype, "adamw") > limit:
+    while rows > 1 and training_bytes(model, rows, context, machine.compute_dtype, device=machine.device_type) > limit:
         rows = math.ceil(rows / 2)
     return rows
 
@@ -236,11 +239,11 @@ def _plan_text(request: Request, machine: Machine, config: TrainConfig, train_to
     """Say the plan: the budget, what it comes to, and how to give more when none was given."""
     step_tokens = config.batch_size * config.context
     passes = config.total_steps * step_tokens / train_tokens
-    about = "about " if request.steps is None else ""
-    text = (
-        f"{_budget_text(request, machine)} = {about}{config.total_steps:,} steps of {step_tokens:,} tokens = "
-        f"{passes:.2g} {'pass' if f'{passes:.2g}' == '1' else 'passes'}"
-    )
+    steps = f"{config.total_steps:,} step{'s' if config.total_steps != 1 else ''}"
+    if request.steps is None:
+        about = "about " if request.tokens is None and request.epochs is None else ""
+        steps = f"{_budget_text(request, machine)} = {about}{steps}"
+    text = f"{steps} of {step_tokens:,} tokens = {passes:.2g} {'pass' if f'{passes:.2g}' == '1' else 'passes'}"
     if passes > 4:
         text += "; the corpus is small: the best model on held-out text is kept"
     if all(getattr(request, name) is None for name in ("minutes", "steps", "epochs", "tokens")):

@@ -330,10 +330,13 @@ def _describe(plan: Plan, device: torch.device, report: Reporter) -> None:
         f"{model.architecture}, {model.num_hidden_layers} layers x {model.hidden_size}, "
         f"{parameters(model) / 1e6:.2g}M parameters, context {model.max_position_embeddings} ({plan.why['model']})",
     )
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' if count != 1 else ''}" if device.type == "cpu" else ""
     report.fact("device", f"{device}{threads}, {train.compute_dtype}")
     report.fact("plan", plan.why["plan"])
-    need = training_bytes(model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer)
+    need = training_bytes(
+        model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer, device=device.type
+    )
     rows = "" if train.micro_batch_size == train.batch_size else f", micro-batches of {train.micro_batch_size}"
     report.fact("memory", f"about {_bytes(need)} of {_bytes(probe.total_memory(device))}{rows}")
 

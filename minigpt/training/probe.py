@@ -105,4 +105,5 @@ def look_at(device: torch.device, dtype: DTypeName, *, timed: bool) -> Machine:
         free_memory=free_memory(device),
         compute_dtype=dtype,
         default_minutes=CPU_MINUTES if cpu else GPU_MINUTES,
+        device_type=device.type,
     )

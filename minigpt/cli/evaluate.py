@@ -1,0 +1,184 @@
+"""`minigpt eval`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minigpt.cli import console, models, stdin
+from minigpt.cli.texts import stdin_file
+from minigpt.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from minigpt.evaluation.bits import Score
+    from minigpt.model.transformer import GPT
+    from minigpt.text.pieces import Piece
+    from minigpt.text.sources import SourceOptions
+    from minigpt.text.tokenizer import Tokenizer
+
+STDIN = "stdin"
+BATCH_PIECES = 64
+
+
+@dataclass
+class Text:
+    """A text's ids, with a token that is context only before each document, and the bytes they stand for."""
+
+    name: str
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    borders: list[int] = field(default_factory=list)  # where the context-only tokens stand
+    bytes: int = 0
+
+
+def evaluate(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Files, folders or globs; - is standard input.", show_default=False),
+    ] = None,
+    model: models.ModelOption = None,
+    as_json: models.JsonOption = False,
+    limit_tokens: Annotated[
+        int | None,
+        typer.Option(help="Score about this many tokens of each file, evenly spread.", min=1, show_default=False),
+    ] = None,
+    field_: Annotated[
+        str, typer.Option("--field", help="Field of a JSON line or parquet row that holds the text.")
+    ] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help=r"Text between documents of a file, such as '\n\n'.", show_default=False)
+    ] = None,
+    device: models.DeviceOption = None,
+    dtype: models.DTypeOption = None,
+) -> None:
+    """Score a text: bits per byte, which can be compared across tokenizers; loss and perplexity a token.
+
+    \b
+      minigpt eval alice.txt -m runs/alice
+      cat *.txt | minigpt eval - --json
+      minigpt eval books/ --limit-tokens 100000
+
+    Every token counts once and sees at least half a context before it, where the text has that much. Each document
+    follows an end-of-text token (or the model's begin token), which is context only.
+    """
+    if not files and not stdin.is_piped():
+        raise UsageError("no text; name files or folders, or pipe text: cat alice.txt | minigpt eval")
+    from minigpt.text.sources import SourceOptions
+
+    options = SourceOptions(field=field_, separator=separator)
+    paths = _paths(files or ["-"])
+    folder, device_ = models.resolve(model), models.pick_device(device)
+    from minigpt.checkpoint.folder import load
+    from minigpt.evaluation.bits import Score
+
+    loaded = load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
+    scores: dict[str, Score] = {}
+    for path in paths:
+        if path is None:
+            with stdin_file("text to score") as spooled:
+                text = _read(spooled, STDIN, options, loaded.tokenizer)
+        else:
+            text = _read(path, str(path), options, loaded.tokenizer)
+        scores[text.name] = _score(loaded.model, loaded.tokenizer, text, limit_tokens)
+    found = list(scores.values())
+    total = Score(sum(s.nats for s in found), sum(s.tokens for s in found), sum(s.bytes for s in found))
+    _print_json(folder, total, scores) if as_json else _print_table(total, scores)
+
+
+def _paths(files: list[str]) -> list[Path | None]:
+    """The files to read, in order; None is standard input."""
+    from minigpt.text.sources import find_files
+
+    if files.count("-") > 1:
+        raise UsageError("- (standard input) can be read only once; name it once")
+    paths: list[Path | None] = []
+    for file in files:
+        paths += [None] if file == "-" else find_files([file])
+    return list(dict.fromkeys(paths))
+
+
+def _read(path: Path, name: str, options: SourceOptions, tokenizer: Tokenizer) -> Text:
+    """Read and tokenise one file, which messages call by a name."""
+    from minigpt.text.decoding import ReadCounts
+    from minigpt.text.sources import read_pieces
+
+    counts, text = ReadCounts(), Text(name)
+    pieces = read_pieces([path], options, counts=counts)
+    while batch := list(islice(pieces, BATCH_PIECES)):
+        _append(text, batch, tokenizer)
+    if not text.bytes:
+        raise DataError(f"{name}: no text in it; give files that hold text")
+    if counts.bad_bytes:
+        console.warning(f"{name}: {counts.bad_bytes:,} bytes were no UTF-8 and were replaced by U+FFFD")
+    return text
+
+
+def _append(text: Text, pieces: list[Piece], tokenizer: Tokenizer) -> None:
+    before = tokenizer.end_of_text_id if tokenizer.bos_id is None else tokenizer.bos_id
+    encoded = tokenizer.encode_batch([p.text for p in pieces], [not p.starts_document for p in pieces])
+    for piece, ids in zip(pieces, encoded, strict=True):
+        if piece.starts_document:
+            text.borders.append(len(text.ids))
+            text.ids.append(before)
+        text.ids.extend(ids)
+        text.bytes += len(piece.text.encode("utf-8"))
+
+
+def _score(model: GPT, tokenizer: Tokenizer, text: Text, limit: int | None) -> Score:
+    """Sum the loss over all tokens but those between documents, or over evenly spread spans of about `limit` tokens."""
+    import numpy as np
+
+    from minigpt.evaluation.bits import Score, spans
+    from minigpt.inference.scoring import score
+
+    ids = np.frombuffer(text.ids, dtype=np.int32)
+    counted = np.ones(len(ids), dtype=bool)
+    counted[text.borders] = False
+    lengths = tokenizer.byte_lengths()
+    # At least two spans, and in each a token that counts, however short the documents are.
+    span = min(4 * model.config.max_position_embeddings, max(4, (limit or len(ids)) // 2))
+    chosen = spans(len(ids), limit, span)
+    nats, tokens, size = 0.0, 0, 0
+    for start, stop in chosen:
+        part = ids[start:stop].astype(np.int64)
+        losses = score(model, partial(_slice, part), len(part))
+        count = counted[start + 1 : stop]
+        nats += float(losses[count].astype(np.float64).sum())
+        tokens += int(count.sum())
+        size += int(lengths[part[1:]][count].sum())
+    # A tokenizer may put a space before a text that is not in it, so a whole text is measured by itself.
+    return Score(nats, tokens, text.bytes if chosen == [(0, len(ids))] else size)
+
+
+def _slice(ids: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+    return ids[start:stop]
+
+
+def _fields(score: Score) -> dict[str, Any]:
+    names = ("bits_per_byte", "loss", "perplexity", "tokens", "bytes")
+    return {name: getattr(score, name) for name in names}
+
+
+def _print_json(folder: Path, total: Score, scores: dict[str, Score]) -> None:
+    files = [{"file": name, **_fields(score)} for name, score in scores.items()]
+    console.write(json.dumps({"model": str(folder), **_fields(total), "files": files}, ensure_ascii=False) + "\n")
+
+
+def _print_table(total: Score, scores: dict[str, Score]) -> None:
+    rows = dict(scores) if len(scores) == 1 else {**scores, "all": total}
+    width = max(map(len, rows))
+    console.write(f"{'':{width}}  bits/byte  nats/token  perplexity      tokens       bytes\n")
+    for name, score in rows.items():
+        console.write(
+            f"{name:{width}}  {score.bits_per_byte:9.4f}  {score.loss:10.4f}  {score.perplexity:10.2f}  "
+            f"{score.tokens:10,}  {score.bytes:10,}\n"
+        )

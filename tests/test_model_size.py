@@ -1,0 +1,176 @@
+"""The arithmetic of sizes against models, PyTorch's own FLOP counter, and the memory a process takes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from variants import CONTEXT, VARIANTS
+
+from minigpt.config import ArchitectureName, ModelConfig, preset_config
+from minigpt.model import size
+from minigpt.model.cache import KVCache
+from minigpt.model.loss import chunk_rows
+from minigpt.model.transformer import GPT
+
+every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+
+
+@every_variant
+def test_parameters_are_those_of_the_model(config: ModelConfig) -> None:
+    assert size.parameters(config) == GPT(config).num_parameters()
+
+
+def test_the_embedding_is_looked_up_with_its_positions() -> None:
+    config = VARIANTS["gpt2"]
+    model = GPT(config).model
+    assert model.embed_positions is not None
+    assert size.embedding_parameters(config) == model.embed_tokens.weight.numel() + model.embed_positions.weight.numel()
+    assert size.embedding_parameters(VARIANTS["qwen3-untied"]) == 61 * 32
+
+
+def attention_flops(config: ModelConfig, context: int) -> float:
+    """Count a multiplication and an addition for every number in q k^T and in the sum of values, pair by pair."""
+    total = 0
+    for query in range(context):
+        for key in range(query + 1):
+            if query - key < config.max_position_embeddings:
+                total += 2 * 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return total / context
+
+
+@every_variant
+def test_flops_are_those_of_the_products_and_of_the_pairs_that_see_each_other(config: ModelConfig) -> None:
+    model, tokens = GPT(config), torch.zeros(2, CONTEXT, dtype=torch.long)
+    model.initialize(torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.square().sum().backward()
+    products = {"aten.mm", "aten.addmm"}
+    count = [
+        sum(v for k, v in counter.get_flop_counts()["Global"].items() if str(k) in products) / tokens.numel()
+        for counter in (forward, backward)
+    ]
+    pairs = attention_flops(config, CONTEXT)
+    assert size.flops_per_token(config, CONTEXT, training=False) == count[0] + pairs
+    assert size.flops_per_token(config, CONTEXT, training=True) == sum(count) + 3 * pairs
+
+
+def test_a_text_longer_than_the_context_costs_a_band_of_attention() -> None:
+    config, products = VARIANTS["llama"], size.flops_per_token(VARIANTS["llama"], 1, training=False)
+    alone = attention_flops(config, 1)
+    for context in (CONTEXT + 1, 3 * CONTEXT):
+        expected = products - alone + attention_flops(config, context)
+        assert size.flops_per_token(config, context, training=False) == int(expected)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
+@every_variant
+def test_activations_are_what_the_backward_pass_keeps(config: ModelConfig, mixed: bool) -> None:
+    model, batch = GPT(config), 3
+    model.initialize(torch.Generator().manual_seed(0))
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if tensor.is_floating_point() and tensor.dim() > 1 and place not in weights:  # no copies of gains
+            kept[place] = tensor  # held, so that its place is not given to another
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+    ):
+        model.model(torch.zeros(batch, CONTEXT, dtype=torch.long))
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    matrices = sum(w.numel() for n, w in model.named_parameters() if w.dim() == 2 and ".layers." in n)
+    expected = size.activation_bytes(config, batch * CONTEXT, "bfloat16" if mixed else "float32")
+    expected += 2 * matrices if mixed else 0
+    angles = 4 * CONTEXT * config.head_dim if config.traits.positions == "rotary" else 0  # once, not for each token
+    assert found == expected + angles
+
+
+def test_optimizers_and_types_cost_what_they_keep() -> None:
+    config = VARIANTS["qwen3"]
+    matrices = sum(w.numel() for n, w in GPT(config).named_parameters() if w.dim() == 2 and ".layers." in n)
+    adamw, muon = (size.training_bytes(config, 2, CONTEXT, "float32", name) for name in ("adamw", "muon"))
+    assert adamw - muon == 4 * matrices
+    rows = [size.training_bytes(config, count, CONTEXT) for count in (1, 2, 3)]
+    assert rows[0] < rows[1] < rows[2]
+    assert size.training_bytes(config, 1000, CONTEXT, "bfloat16") < size.training_bytes(config, 1000, CONTEXT)
+    assert rows[0] > 16 * size.parameters(config)
+
+
+def test_the_loss_works_with_as_many_logits_as_is_said() -> None:
+    other = torch.empty(1, device="meta")  # stands for every device but a CPU
+    assert chunk_rows(torch.empty(1), 64) == size.LOGITS_AT_ONCE["cpu"] // 64
+    assert chunk_rows(other, 64) == size.LOGITS_AT_ONCE["cuda"] // 64
+
+
+@every_variant
+def test_the_cache_is_as_large_as_the_one_that_is_allocated(config: ModelConfig) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(config, 3, 24, dtype=dtype)
+        found = cache.keys.nbytes + cache.values.nbytes
+        assert size.cache_bytes(config, 3, 24, dtype.itemsize) == found
+
+
+STEP = """
+import resource, sys, torch
+from minigpt.config import TrainConfig, preset_config
+from minigpt.model.loss import loss_sum
+from minigpt.model.transformer import GPT
+from minigpt.training.optim import make_optimizers
+
+torch.set_num_threads(1)
+name, architecture, vocab, rows, context = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+
+def step(config, rows):
+    model, context = GPT(config), config.max_position_embeddings
+    model.initialize(torch.Generator().manual_seed(1))
+    train = TrainConfig(total_steps=1, batch_size=rows, micro_batch_size=rows, context=context, seed=1,
+                        learning_rate=1e-3, warmup_steps=1, optimizer="adamw")
+    optimizers = make_optimizers(model, train)
+    for _ in range(2):  # states are there in the second step, gradients in its second micro-batch
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for _ in range(2):
+            tokens = torch.randint(0, config.vocab_size, (rows, context))
+            loss_sum(model.model(tokens), model.lm_head.weight, tokens).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+step(preset_config("nano", vocab_size=300, architecture=architecture, context=8), 1)  # libraries take theirs
+with open("/proc/self/statm") as file:
+    before = int(file.read().split()[1]) * resource.getpagesize()
+step(preset_config(name, vocab_size=vocab, architecture=architecture, context=context), rows)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs an allocator that can be told to give back")
+@pytest.mark.parametrize(
+    ("name", "architecture", "vocab", "rows", "context"),
+    [
+        ("nano", "qwen3", 1024, 24, 128),
+        pytest.param("micro", "gpt2", 16384, 3, 256, marks=pytest.mark.slow),
+        pytest.param("mini", "transformer-2017", 8192, 4, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_training_takes_the_memory_that_is_foretold(
+    name: str, architecture: ArchitectureName, vocab: int, rows: int, context: int
+) -> None:
+    # Blocks above 64 KiB go back to the system at once; otherwise the heap's holes are measured too.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", STEP, name, architecture, str(vocab), str(rows), str(context)]
+    result = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
+    config = preset_config(name, vocab_size=vocab, architecture=architecture, context=context)
+    assert size.training_bytes(config, rows, context) == pytest.approx(int(result.stdout), rel=0.15)
