@@ -35,7 +35,7 @@ class Result:
     @property
     def objects(self) -> list[dict[str, Any]]:
         """Stdout as JSON lines."""
-        return [json.loads(line) for line in self.out.splitlines()]
+        return [json.loads(line) for line in self.out.split("\n") if line]
 
 
 def minigpt(*arguments: object, stdin: bytes | None = None) -> Result:

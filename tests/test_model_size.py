@@ -152,7 +152,9 @@ step(preset_config("nano", vocab_size=300, architecture=architecture, context=8)
 with open("/proc/self/statm") as file:
     before = int(file.read().split()[1]) * resource.getpagesize()
 step(preset_config(name, vocab_size=vocab, architecture=architecture, context=context), rows)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+with open("/proc/self/status") as file:  # getrusage would count what the parent held when it forked
+    peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+print(peak - before)
 """
 
 

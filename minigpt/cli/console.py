@@ -22,8 +22,12 @@ def _stderr() -> Console:
 
 def write(text: str) -> None:
     """Put a result on stdout at once, exactly as it is."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "standard output"
+        raise
 
 
 def note(text: str) -> None:

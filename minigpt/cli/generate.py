@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -82,9 +83,10 @@ def generate(
         raise UsageError("a prompt as argument does not go with --lines or --jsonl; pipe the prompts")
     if logprobs is not None and not (as_json or jsonl):
         raise UsageError("--logprobs needs --json or --jsonl")
+    prompt, stop = prompt if prompt is None else _typed(prompt), [_typed(text) for text in stop or ()]
     sampling = SamplingConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), logprobs=logprobs,
+        repetition_penalty=repetition_penalty, stop=tuple(stop), logprobs=logprobs,
     )  # fmt: skip
     folder = models.resolve(model)
     if prompt is None and not (lines or jsonl or stdin.is_piped()):
@@ -102,6 +104,11 @@ def generate(
         writer.write_one(next(asks))
 
 
+def _typed(text: str) -> str:
+    """Read an argument as UTF-8 whatever the locale; what is none becomes U+FFFD."""
+    return decode_utf8(os.fsencode(text), ReadCounts())
+
+
 def _asks(prompt: str | None, lines: bool, jsonl: bool, seed: int, samples: int) -> Iterator[Ask]:
     """Yield the prompts with their seeds: the first text of all has the run's own seed."""
     from minigpt.inference.sampling import row_seed
@@ -114,8 +121,10 @@ def _asks(prompt: str | None, lines: bool, jsonl: bool, seed: int, samples: int)
         return tuple(row_seed(seed, row) for row in range(number - samples, number))
 
     if not (lines or jsonl):
-        piped = stdin.read_text("a prompt").removesuffix("\n") if stdin.is_piped() else None
-        texts = (piped, replace_surrogates(prompt or ""))
+        piped = stdin.read_text("a prompt") if stdin.is_piped() else ""
+        if prompt is None and not piped:
+            raise DataError('stdin: no text came through the pipe; check what feeds it, or give "" for no prompt')
+        texts = (piped.removesuffix("\n"), prompt or "")
         yield Ask("\n".join(text for text in texts if text), seeds())
         return
     with stdin.piped("prompts") as stream:

@@ -12,6 +12,7 @@ from minigpt.config import ScheduleName, TrainConfig
 from minigpt.training.muon import Muon
 
 MUON_MOMENTUM = 0.95
+EMBEDDING_RATE = 2.0
 
 
 def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -26,7 +27,10 @@ def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Make AdamW (Loshchilov & Hutter 2019) for everything, or Muon for the matrices and AdamW for the rest."""
+    """Make AdamW (Loshchilov & Hutter 2019) for everything, or Muon for the matrices and AdamW for the rest.
+
+    A group's `rate` multiplies the learning rate: beside Muon, embeddings and gains take larger steps.
+    """
     matrices, rest = parameter_groups(model)
     shared: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     still = {"params": list(rest.values()), "weight_decay": 0.0}
@@ -40,7 +44,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
         momentum=MUON_MOMENTUM,
         dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
     )
-    return [muon, torch.optim.AdamW([still], **shared)]
+    return [muon, torch.optim.AdamW([still | {"rate": EMBEDDING_RATE}], **shared)]
 
 
 def learning_rate_factor(step: int, *, warmup: int, total: int, schedule: ScheduleName, final: float) -> float:

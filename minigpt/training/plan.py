@@ -22,13 +22,13 @@ from minigpt.errors import ConfigError, DataError
 from minigpt.model.size import flops_per_token, parameters, training_bytes
 from minigpt.text.tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
 
-MIN_STEP_TOKENS = 2_048
+MIN_STEP_TOKENS = 1_024
 MAX_STEP_TOKENS = 524_288
-STEPS_WANTED = 800  # a batch is made no larger than leaves about this many steps
+STEPS_WANTED = 1_500  # a batch is made no larger than leaves about this many steps
 EVALUATIONS = 16
 EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
 FREE_MEMORY_SHARE = 0.7
-LEARNING_RATE = 5e-3  # at the width below; wider models take smaller steps
+LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
 LEARNING_RATE_WIDTH = 128
 MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
 MAX_BUDGET = 1e15  # minutes, steps, epochs or tokens; above it is a slip of the hand

@@ -28,7 +28,7 @@ from minigpt.text.tokenizer import Tokenizer
 from minigpt.training import probe
 from minigpt.training.batches import CorpusBatches
 from minigpt.training.objectives import NextToken
-from minigpt.training.plan import Plan, Request, choose_model, make_plan, vocabulary_size
+from minigpt.training.plan import EVALUATIONS, Plan, Request, choose_model, make_plan, vocabulary_size
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Trainer
 
@@ -89,8 +89,9 @@ class Run:
     record: dict[str, Any]
 
     def final_score(self, model: GPT) -> Score | None:
-        """Score all held-out text once."""
-        return _score(self.corpus, self.tokenizer, model, None) if _holds_out(self.corpus) else None
+        """Score the held-out text once more: all of it, or as much as the run's evaluations together."""
+        limit = EVALUATIONS * self.plan.validation_tokens
+        return _score(self.corpus, self.tokenizer, model, limit) if _holds_out(self.corpus) else None
 
 
 def prepare(

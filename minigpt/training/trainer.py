@@ -147,7 +147,7 @@ class Trainer:
         )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * factor
+                group["lr"] = config.learning_rate * factor * group.get("rate", 1.0)
         batch = self.batches.at(progress.step)
         loss = yield from self._gradients(batch)
         norm = self._update(loss)
