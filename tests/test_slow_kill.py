@@ -17,7 +17,7 @@ from commands import TINY
 from minigpt.training.run_folder import RunFolder
 
 KILLS = 20
-STEPS = 1500
+STEPS = 500
 TIMINGS = ("tokens_per_second", "elapsed")
 
 
@@ -31,7 +31,7 @@ class Whole:
 
 def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
     """Begin a run of some ten seconds: evaluations and saves all along, dropout, two micro-batches a step."""
-    options = ("--steps", str(STEPS), "--set", "train.eval_every=70", "--set", "train.micro_batch_size=3")
+    options = ("--steps", str(STEPS), "--set", "train.eval_every=30", "--set", "train.micro_batch_size=3")
     command = [sys.executable, "-m", "minigpt", "train", str(folder.parent.parent / "text.txt"), "-o", str(folder)]
     command += [*TINY, *options, "--set", "model.dropout=0.1", *more]
     return subprocess.Popen(

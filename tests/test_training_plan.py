@@ -13,8 +13,8 @@ from minigpt.errors import ConfigError, DataError
 from minigpt.model.size import parameters, training_bytes
 from minigpt.training.plan import Machine, Plan, Request, choose_model, make_plan, vocabulary_size
 
-CPU = Machine(flops=1e11, free_memory=20 << 30, compute_dtype="float32", default_minutes=3.0)
-GPU = Machine(flops=2e14, free_memory=80 << 30, compute_dtype="bfloat16", default_minutes=10.0)
+CPU = Machine(flops=1e11, free_memory=20 << 30, compute_dtype="float32", default_minutes=3.0, device_type="cpu")
+GPU = Machine(flops=2e14, free_memory=80 << 30, compute_dtype="bfloat16", default_minutes=10.0, device_type="cuda")
 
 
 def plan_of(request: Request, tokens: int, machine: Machine = CPU, speed: float = 10_000.0) -> Plan:
@@ -24,12 +24,17 @@ def plan_of(request: Request, tokens: int, machine: Machine = CPU, speed: float 
     )
 
 
-@pytest.mark.parametrize("size", [0, 1, 300, 10_000, 1_000_000, 10**9, 10**13])
-def test_the_vocabulary_grows_with_the_text_and_stays_in_range(size: int) -> None:
-    chosen = vocabulary_size(size)
-    assert 512 <= chosen <= 65_536
-    assert chosen & (chosen - 1) == 0
-    assert chosen <= vocabulary_size(10 * size + 1)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("budget", [{}, {"minutes": 0.01}, {"steps": 1}, {"epochs": 0.5}, {"tokens": 10**12}])
+def test_the_vocabulary_grows_with_the_text_and_stays_in_range(budget: dict[str, Any], device: str) -> None:
+    sizes = [vocabulary_size(Request(**budget), size, device) for size in (0, 1, 300, 10**4, 10**6, 10**9, 10**13)]
+    assert sizes == sorted(sizes)
+    assert all(512 <= size <= 65_536 and size & (size - 1) == 0 for size in sizes)
+
+
+def test_a_short_run_has_a_small_vocabulary() -> None:
+    short, long = (vocabulary_size(Request(minutes=minutes), 10**9, "cpu") for minutes in (0.1, 1000.0))
+    assert short < long
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ FREE_MEMORY_SHARE = 0.7
 LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
 LEARNING_RATE_WIDTH = 128
 MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
+CPU_MINUTES, GPU_MINUTES = 3.0, 10.0  # the budget when none is given
+CPU_TOKENS_A_MINUTE, GPU_TOKENS_A_MINUTE = 6e5, 6e7  # a guess that only bounds the vocabulary
 MAX_BUDGET = 1e15  # minutes, steps, epochs or tokens; above it is a slip of the hand
 MAX_SEED = 2**63 - 1
 
@@ -109,10 +111,26 @@ class Plan:
     why: dict[str, str]
 
 
-def vocabulary_size(train_bytes: int) -> int:
-    """Choose a vocabulary for a corpus: about the square root of its bytes, as a power of two."""
-    wanted = int(2 ** round(math.log2(max(1.0, math.sqrt(train_bytes)))))
-    return max(MIN_VOCABULARY, min(MAX_VOCABULARY, wanted))
+def vocabulary_size(request: Request, train_bytes: int, device_type: str) -> int:
+    """Choose a vocabulary, a power of two: about the square root of the corpus in bytes.
+
+    A short run cannot learn that many tokens of a large corpus: four times the square root of the tokens it will see is
+    the most. What it will see is only guessed here, since no model is chosen yet.
+    """
+    seen: float
+    if request.tokens is not None:
+        seen = request.tokens
+    elif request.steps is not None:
+        seen = request.steps * MIN_STEP_TOKENS
+    elif request.epochs is not None:
+        seen = request.epochs * train_bytes / 4
+    else:
+        cpu = device_type == "cpu"
+        minutes = request.minutes or (CPU_MINUTES if cpu else GPU_MINUTES)
+        seen = minutes * (CPU_TOKENS_A_MINUTE if cpu else GPU_TOKENS_A_MINUTE)
+    wanted = 2 ** math.ceil(math.log2(max(1.0, math.sqrt(train_bytes))))
+    most = 2 ** math.floor(math.log2(max(1.0, 4 * math.sqrt(seen))))
+    return int(max(MIN_VOCABULARY, min(MAX_VOCABULARY, wanted, most)))
 
 
 def choose_model(request: Request, vocab_size: int, train_tokens: int, machine: Machine) -> tuple[ModelConfig, str]:
@@ -145,7 +163,7 @@ def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Mac
     """Tell whether a model is worth its size: enough tokens in the budget, and enough text not to learn by heart."""
     size = parameters(config)
     seen = _budget_tokens(request, config, train_tokens, machine)
-    wanted = size * min(20.0, max(1.0, 1.2 * math.sqrt(size / 1e6)))
+    wanted = size * min(20.0, max(3.0, 3.0 * math.sqrt(size / 1e6)))
     memory = training_bytes(
         config, 1, config.max_position_embeddings, machine.compute_dtype, device=machine.device_type
     )

@@ -104,7 +104,7 @@ def prepare(
 ) -> Run:
     """Read the text, make tokenizer, corpus and plan, and begin the run's folder; nothing old is lost before that."""
     found = _read(data, folder, report)
-    tokenizer = _tokenizer(data, request, found, report)
+    tokenizer = _tokenizer(data, request, found, device.type, report)
     corpus = _corpus(found, tokenizer, folder, report)
     compute = dtype or probe.fast_dtype(device)
     timed = request.steps is None and request.tokens is None and request.epochs is None
@@ -282,14 +282,14 @@ def _read(data: DataRequest, folder: RunFolder, report: Reporter) -> Scan:
     return found
 
 
-def _tokenizer(data: DataRequest, request: Request, found: Scan, report: Reporter) -> Tokenizer:
+def _tokenizer(data: DataRequest, request: Request, found: Scan, device_type: str, report: Reporter) -> Tokenizer:
     started = time.monotonic()
     sample = training_sample(found, int(1e6 * data.sample_megabytes))
     if data.tokenizer is not None:
         tokenizer = Tokenizer.load(Path(data.tokenizer))
         text = f"from {data.tokenizer}, {tokenizer.vocab_size:,} tokens"
     else:
-        wanted = request.vocab_size or vocabulary_size(found.train_bytes)
+        wanted = request.vocab_size or vocabulary_size(request, found.train_bytes, device_type)
         tokenizer = Tokenizer.train(sample, wanted)
         text = f"byte-level BPE, {tokenizer.vocab_size:,} tokens ({time.monotonic() - started:.1f} s)"
         if request.vocab_size is not None and tokenizer.vocab_size < wanted:

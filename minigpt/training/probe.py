@@ -13,11 +13,10 @@ from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch
 from minigpt.training.objectives import NextToken
 from minigpt.training.optim import make_optimizers
-from minigpt.training.plan import Machine
+from minigpt.training.plan import CPU_MINUTES, GPU_MINUTES, Machine
 
 PROBE_SECONDS = 0.7
 PRODUCT_SIZE = 768  # of the matrices that compare number types
-CPU_MINUTES, GPU_MINUTES = 3.0, 10.0
 
 
 def fast_dtype(device: torch.device) -> DTypeName:
