@@ -494,16 +494,8 @@ BUDGETS = {"steps": ("--steps", "6"), "tokens": ("--tokens", "400"), "epochs": (
 def test_stopped_and_resumed_equals_uninterrupted(
     source: Path, monkeypatch: pytest.MonkeyPatch, budget: str, number: int, status: int
 ) -> None:
-    options = (
-        *TINY,
-        *BUDGETS[budget],
-        "--set",
-        "train.eval_every=3",
-        "--set",
-        "model.dropout=0.1",
-        "--set",
-        "train.micro_batch_size=3",
-    )
+    settings = ("train.eval_every=3", "model.dropout=0.1", "train.micro_batch_size=3")
+    options = (*TINY, *BUDGETS[budget], *(word for setting in settings for word in ("--set", setting)))
     assert minigpt("train", source, *options, "-o", "whole").status == 0
     with monkeypatch.context() as patch:
         interrupt_at(patch, 4, number)

@@ -80,7 +80,7 @@ def test_a_large_corpus_needs_little_memory(shared: Path, tmp_path: Path) -> Non
     source.mkdir()
     write_corpus(source, texts, MEGABYTES)
     command = [sys.executable, "-m", "minigpt", "train", str(source), "-o", str(tmp_path / "run"), *CPU]
-    command += ["--preset", "nano", "--steps", "3"]
+    command += ["--preset", "nano", "--steps", "3", "--vocab-size", "32768"]
     with open(tmp_path / "errors", "wb") as errors:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         peak = max(watch(child))

@@ -361,7 +361,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, name: str) -> None:
     model = replace(MODEL, dropout=dropout)
     run(make_trainer(tmp_path / "whole", config, model))
     run(make_trainer(tmp_path / "parts", config, model), stop_at=1)
-    for stop_at in (4, 6, 7, 11, None):
+    for stop_at in (4, 7, None):
         run(resumed(tmp_path / "parts", config, model), stop_at)
     assert_same(tmp_path / "whole", tmp_path / "parts")
 

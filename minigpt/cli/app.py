@@ -68,8 +68,9 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command line; every error that is not our own mistake becomes one line and a status."""
     _speak_utf8()
-    # Threads that wait for each other by spinning make a step ten times slower when another program wants their core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for each other by spinning for long slow a step five times when other programs want the cores.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     raise_on_signals()
     try:
         status = app(arguments, prog_name="minigpt", standalone_mode=False)

@@ -33,6 +33,7 @@ from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Trainer
 
 RECORD = "minigpt.json"
+FINAL_TOKENS = 1 << 16  # held-out tokens that are scored at the end, however short the run
 MADE_BY = "train"
 MAX_SAMPLE_MEGABYTES = 100_000.0
 CACHE = Path(".cache") / "corpus"  # beside the output folder, shared by the runs there
@@ -89,8 +90,8 @@ class Run:
     record: dict[str, Any]
 
     def final_score(self, model: GPT) -> Score | None:
-        """Score the held-out text once more: all of it, or as much as the run's evaluations together."""
-        limit = EVALUATIONS * self.plan.validation_tokens
+        """Score the held-out text once more: all of it unless it is large, then as much as all evaluations together."""
+        limit = max(FINAL_TOKENS, EVALUATIONS * self.plan.validation_tokens)
         return _score(self.corpus, self.tokenizer, model, limit) if _holds_out(self.corpus) else None
 
 
