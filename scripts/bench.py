@@ -1,7 +1,7 @@
 """How fast this machine trains, reads, writes and tokenizes: medians of interleaved rounds, as JSON on stdout.
 
     python scripts/bench.py                    # a table on stderr, JSON on stdout
-    python scripts/bench.py --rounds 5 --preset mini --device cuda
+    python scripts/bench.py --rounds 5 --preset small --device cuda
 
 Absolute figures mean nothing on a shared machine; compare ratios within one run.
 """
@@ -27,9 +27,9 @@ from minigpt.text.bundled import bundled_corpus
 from minigpt.text.tokenizer import Tokenizer
 from minigpt.training.probe import fast_dtype, training_speed
 
+PROMPTS = (8, 512)  # tokens: what is saved by the cache grows with the prefix
 NEW_TOKENS = 256
-PROMPT_TOKENS = 8
-PREFILL_TOKENS = 256
+CONTEXT = max(PROMPTS) + NEW_TOKENS
 VOCABULARY = 2048
 TEXT_BYTES = 1_000_000
 
@@ -51,7 +51,7 @@ def generate(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> None
 
 @torch.inference_mode()
 def recompute(model: GPT, prompt: list[int]) -> None:
-    """The same text without a cache: the whole prefix again for every token, and only its last logits."""
+    """The same text without a cache: the whole prefix again for every token; logits for its last position only."""
     tokens = torch.tensor([prompt], device=model.lm_head.weight.device)
     for _ in range(NEW_TOKENS):
         hidden = model.model(tokens)[:, -1:]
@@ -74,34 +74,47 @@ def rows(config: ModelConfig, tokenizer: Tokenizer, text: str, device: torch.dev
     model = GPT(config)
     model.initialize(torch.Generator().manual_seed(0))
     model.to(device).eval()
-    prompt = list(range(10, 10 + PROMPT_TOKENS))
-    long_prompt = [10 + i % 200 for i in range(PREFILL_TOKENS)]
+    text_ids = [10 + i % 200 for i in range(CONTEXT)]
+    short, long = (text_ids[:length] for length in PROMPTS)
     micro = max(1, 2048 // config.max_position_embeddings)
     pieces = [text[start : start + 50_000] for start in range(0, len(text), 50_000)]
     megabytes = len(text.encode()) / 1e6
     dtype = fast_dtype(device)
     return [
         ("train tokens/s", lambda: training_speed(config, micro, device, dtype, seconds=2.0)),
-        ("decode tokens/s", lambda: NEW_TOKENS / timed(lambda: generate(model, tokenizer, [prompt]))),
+        (
+            f"decode tokens/s after {PROMPTS[0]}",
+            lambda: NEW_TOKENS / timed(lambda: generate(model, tokenizer, [short])),
+        ),
+        (f"recompute tokens/s after {PROMPTS[0]}", lambda: NEW_TOKENS / timed(lambda: recompute(model, short))),
+        (f"decode tokens/s after {PROMPTS[1]}", lambda: NEW_TOKENS / timed(lambda: generate(model, tokenizer, [long]))),
+        (f"recompute tokens/s after {PROMPTS[1]}", lambda: NEW_TOKENS / timed(lambda: recompute(model, long))),
         (
             "decode tokens/s, 16 rows",
-            lambda: 16 * NEW_TOKENS / timed(lambda: generate(model, tokenizer, [prompt] * 16)),
+            lambda: 16 * NEW_TOKENS / timed(lambda: generate(model, tokenizer, [short] * 16)),
         ),
-        ("decode tokens/s, no cache", lambda: NEW_TOKENS / timed(lambda: recompute(model, prompt))),
-        ("prefill tokens/s", lambda: PREFILL_TOKENS / timed(lambda: read_prompt(model, long_prompt))),
+        ("prefill tokens/s", lambda: len(long) / timed(lambda: read_prompt(model, long))),
         ("tokenize MB/s", lambda: megabytes / timed(lambda: tokenizer.encode_batch(pieces))),
     ]
 
 
+def ratio(measured: dict[str, list[float]], length: int) -> float:
+    """How many times faster the cache is: the median over the rounds."""
+    pairs = zip(
+        measured[f"decode tokens/s after {length}"], measured[f"recompute tokens/s after {length}"], strict=True
+    )
+    return round(statistics.median(cached / plain for cached, plain in pairs), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", choices=list(PRESETS), default="small")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--preset", choices=list(PRESETS), default="mini")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     text = "".join(path.read_text(encoding="utf-8")[:TEXT_BYTES] for path in bundled_corpus())
     tokenizer = endless(Tokenizer.train([text], VOCABULARY))
-    config = preset_config(options.preset, vocab_size=tokenizer.vocab_size)
+    config = preset_config(options.preset, vocab_size=tokenizer.vocab_size, context=CONTEXT)
     measured: dict[str, list[float]] = {}
     table = rows(config, tokenizer, text, torch.device(options.device))
     for turn in range(options.rounds):
@@ -110,7 +123,7 @@ def main() -> None:
             measured.setdefault(name, []).append(value)
             print(f"round {turn + 1}/{options.rounds}  {name:<28}{value:>12,.1f}", file=sys.stderr, flush=True)
     medians = {name: round(statistics.median(values), 2) for name, values in measured.items()}
-    ratios = [a / b for a, b in zip(measured["decode tokens/s"], measured["decode tokens/s, no cache"], strict=True)]
+    ratios = {length: ratio(measured, length) for length in PROMPTS}
     result = {
         "model": asdict(config),
         "device": options.device,
@@ -118,8 +131,9 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "rounds": options.rounds,
+        "new tokens": NEW_TOKENS,
         "medians": medians,
-        "cached over recomputed": round(statistics.median(ratios), 2),
+        "cached over recomputed": {f"after {length} tokens": value for length, value in ratios.items()},
     }
     print(json.dumps(result, indent=2))
 

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 from commands import error_of, minigpt
 
 import minigpt as package
+from minigpt.cli import app as program
 from minigpt.cli import console
 from minigpt.cli.app import app, run
+from minigpt.units import byte_size
 
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 
@@ -156,6 +159,20 @@ def test_an_error_is_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "error: two lines and [red]markup[/red] end\n"
 
 
+def test_a_terminal_breaks_lines_but_no_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    command = "minigpt train alice-in-wonderland.txt -o runs/alice-in-wonderland --resume"
+    console.note("stopped at step 4; continue with: ", command=command)
+    console.fact("next", command, wrapped=False)
+    assert capsys.readouterr().err == f"stopped at step 4; continue with: {command}\nnext       {command}\n"
+    console.fact("plan", command)
+    assert len(capsys.readouterr().err.splitlines()) > 2
+
+
 def test_output_to_nowhere_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
@@ -175,8 +192,41 @@ def test_durations(seconds: float, text: str) -> None:
 def test_amounts_and_sizes() -> None:
     amounts = [console.amount(number) for number in (0, 999, 9_123, 12_345, 5_200_000, 3.2e9)]
     assert amounts == ["0", "999", "9,123", "12.3k", "5.2M", "3.2B"]
-    sizes = [console.size(count) for count in (0, 999, 150_000, 1_100_000, 2.4e9)]
+    sizes = [byte_size(count) for count in (0, 999, 150_000, 1_100_000, 2.4e9)]
     assert sizes == ["0 bytes", "999 bytes", "150 kB", "1.1 MB", "2.4 GB"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+        MemoryError(),
+    ],
+    ids=["cuda", "linux", "windows", "mac", "python"],
+)
+def test_out_of_memory_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(program, "app", full)
+    assert run(["train"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: out of memory; choose a smaller --batch-size, --context or --preset"
+    ]
+
+
+def test_other_faults_of_ours_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **more: object) -> None:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(program, "app", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(["train"])
 
 
 if __name__ == "__main__":

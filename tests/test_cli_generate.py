@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -239,9 +238,10 @@ def test_jsonl_keeps_ids_and_order(generate: Any) -> None:
 )
 def test_a_bad_json_line_is_named(generate: Any, line: bytes, words: str) -> None:
     piped = b'{"prompt": "good"}\n\n' + line + b'\n{"prompt": "later"}\n'
-    result = generate("--jsonl", "--batch-size", "1", stdin=piped)
-    assert error_of(result).startswith(words)
-    assert [record["prompt"] for record in result.objects] == ["good"], "what was done is not lost"
+    for size in ("1", "16"):
+        result = generate("--jsonl", "--batch-size", size, stdin=piped)
+        assert error_of(result).startswith(words)
+        assert [record["prompt"] for record in result.objects] == ["good"], "what came before it is answered"
 
 
 def test_an_empty_list_of_prompts_gives_nothing(generate: Any) -> None:
@@ -402,25 +402,47 @@ def test_ctrl_c_ends_a_text_with_130_and_a_slow_pipe_is_named(model: Path) -> No
         assert errors.splitlines()[-1] == "stopped"
 
 
-def test_the_waiting_note_is_for_slow_pipes_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class _Timer:
+    """A timer that runs out when it is told to."""
+
+    made: list[_Timer]
+
+    def __init__(self, seconds: float, call: Any, arguments: list[Any]) -> None:
+        self.seconds, self.call, self.arguments, self.live = seconds, call, arguments, False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.live = True
+
+    def cancel(self) -> None:
+        self.live = False
+
+    def run_out(self) -> None:
+        if self.live:
+            self.call(*self.arguments)
+
+
+def test_the_waiting_note_is_for_slow_pipes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from minigpt.cli import stdin
 
-    monkeypatch.setattr(stdin, "PATIENCE_SECONDS", 0.05)
+    notes: list[str] = []
+    _Timer.made = []
+    monkeypatch.setattr("minigpt.cli.console.note", notes.append)
+    monkeypatch.setattr(stdin.threading, "Timer", _Timer)
     read, write = os.pipe()
     with os.fdopen(read, "r") as source, patch.object(sys, "stdin", source):
         assert stdin.is_piped()
-        notes: list[str] = []
-        monkeypatch.setattr("minigpt.cli.console.note", notes.append)
         with stdin.piped("a prompt") as stream:
             os.write(write, b"quick\n")
             assert stream.readline() == b"quick\n"
-            time.sleep(0.15)
+            _Timer.made[0].run_out()
         assert notes == []
         with stdin.piped("a prompt") as stream:
-            time.sleep(0.15)
+            _Timer.made[1].run_out()
             os.write(write, b"slow\n")
             assert stream.readline() == b"slow\n"
         assert notes == ["waiting for a prompt on standard input (Ctrl-D ends it, Ctrl-C leaves)"]
+        assert [timer.seconds for timer in _Timer.made] == [2.0, 2.0]
         os.close(write)
 
 

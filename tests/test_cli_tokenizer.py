@@ -189,3 +189,14 @@ def test_programs_in_a_pipe_hand_text_on(words: Path) -> None:
             [*command, "decode"], stdin=encode.stdout, capture_output=True, env=environment, check=False
         )
     assert (result.returncode, result.stdout, result.stderr) == (0, PLAIN.encode(), b"")
+
+
+def test_an_argument_is_utf8_in_any_locale(words: Path) -> None:
+    code = "import sys; from minigpt.cli.app import main; sys.argv[0] = 'minigpt'; main()"
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", code, "tokenizer", "encode", "é猫".encode(), "-m", str(words)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, check=False)
+    assert result.stderr == b""
+    ids = [int(word) for word in result.stdout.split()]
+    assert Tokenizer.load(words).decode(ids) == "é猫"

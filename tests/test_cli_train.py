@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,11 +206,9 @@ def test_a_folder_that_holds_a_model_is_not_touched(source: Path) -> None:
     assert len([row for row in rows("runs/cats") if "loss" in row]) == 6
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "metrics.jsonl", "stdin.txt", "last/mine.txt"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "metrics.jsonl", "last/mine.txt"])
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 def test_files_that_are_not_ours_are_not_written_over(source: Path, name: str, resume: tuple[str, ...]) -> None:
-    if resume and name == "stdin.txt":
-        return  # what is left of a run that was killed as it began
     Path("mine/last").mkdir(parents=True)
     Path("mine/last").rmdir()
     Path("mine", name).parent.mkdir(exist_ok=True)
@@ -229,9 +228,7 @@ def test_a_model_that_is_no_run_is_not_resumed(source: Path) -> None:
     before = contents(Path("runs/cats"))
     message = error_of(train(source, "--resume"))
     assert message == "runs/cats holds a model already; write elsewhere with -o, or replace it with --overwrite"
-    assert error_of(train("-o", "runs/cats", "--resume")) == (
-        "runs/cats holds no run to continue; start one without --resume"
-    )
+    assert error_of(train("-o", "runs/cats", "--resume")) == message
     assert contents(Path("runs/cats")) == before
     for broken in ("{}", '{"made_by": "finetune"}'):
         Path("runs/cats/minigpt.json").write_text(broken)
@@ -247,8 +244,31 @@ def test_resume_and_overwrite_exclude_each_other(source: Path) -> None:
 
 
 def test_resume_needs_a_run(source: Path) -> None:
-    assert error_of(train(source, "--resume")) == "runs/cats holds no run to continue; start one without --resume"
+    assert error_of(train("--resume")) == "runs/bundled holds no run to continue; start one without --resume"
     assert not Path("runs").exists()
+
+
+def test_a_mistyped_source_leaves_nothing(source: Path) -> None:
+    for more in ((), ("--overwrite",), ("--resume",)):
+        assert "no such file" in error_of(train("cat.txt", *more))
+        assert not Path("runs").exists()
+
+
+def test_the_only_copy_of_a_text_is_not_removed(source: Path) -> None:
+    trained(train("-", "-o", "runs/a", stdin=source.read_bytes()), "runs/a")
+    before = contents(Path("runs/a"))
+    for text in ("runs/a/stdin.txt", "runs/a"):
+        message = error_of(train(text, "-o", "runs/a", "--overwrite"))
+        assert message.endswith(": a run in runs/a would write over this text; write elsewhere with -o")
+        assert contents(Path("runs/a")) == before
+    trained(train("runs/a/stdin.txt", "-o", "runs/b"), "runs/b")
+
+
+def test_piped_text_alone_is_in_nobodys_way(source: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/stdin.txt").write_text("mine")
+    trained(train(source, "-o", "mine"), "mine")
+    assert Path("mine/stdin.txt").read_text() == "mine"
 
 
 def test_a_folder_in_use_is_said(source: Path) -> None:
@@ -406,14 +426,15 @@ def test_a_tokenizer_of_another_model(source: Path) -> None:
     trained(train(source), "runs/cats")
     arguments = ("--preset", "nano", *CPU, "--context", "16", "--steps", "1")
     said = trained(minigpt("train", source, *arguments, "--tokenizer", "runs/cats", "-o", "b"), "b")
-    assert "\ntokenizer  from runs/cats, 300 tokens\n" in said
+    assert f"\ntokenizer  from {Path('runs/cats').resolve()}, 300 tokens\n" in said
+    assert json.loads(Path("b/minigpt.json").read_text())["data"]["tokenizer"] == str(Path("runs/cats").resolve())
     one, other = (
         json.loads(Path("b/tokenizer.json").read_text()),
         json.loads(Path("runs/cats/tokenizer.json").read_text()),
     )
     assert one == other
     message = error_of(minigpt("train", source, *arguments, "--tokenizer", "nowhere", "-o", "c"))
-    assert message.startswith("nowhere")
+    assert message.startswith(str(Path("nowhere").resolve()))
 
 
 # Settings
@@ -563,11 +584,55 @@ def test_another_source_or_other_settings_are_refused(source: Path, monkeypatch:
         ("--val-fraction", "0.2"): "this run was begun with val_fraction 0.1, not 0.2; ",
         ("--min-chars", "9"): "this run was begun with min_chars 0, not 9; ",
         ("--set", "model.dropout=0.5"): "this run was begun with dropout 0.0, not 0.5; ",
-        ("--tokenizer", "runs/cats"): "this run was begun with no tokenizer, not runs/cats; ",
+        ("--tokenizer", "runs/cats"): f"this run was begun with no tokenizer, not {Path('runs/cats').resolve()}; ",
     }.items():
         assert error_of(minigpt("train", *arguments, *out)).startswith(words)
         assert contents(Path("runs/cats")) == before
     assert train(source, "--resume").status == 0, "what is the same may be said again"
+
+
+def test_a_default_that_is_said_is_no_less_said(source: Path) -> None:
+    begun = ("--arch", "llama", "--min-chars", "5", "--val-fraction", "0.2", "--tokenizer-sample-mb", "1")
+    assert minigpt("train", source, *TINY, *begun, "--steps", "1", "--field", "body").status == 0
+    out = ("-o", "runs/cats", "--resume", "--device", "cpu")
+    for option, default, words in (
+        ("--arch", "qwen3", "architecture llama, not qwen3"),
+        ("--seed", "0", "seed 7, not 0"),
+        ("--field", "text", "field body, not text"),
+        ("--min-chars", "0", "min_chars 5, not 0"),
+        ("--val-fraction", "0.1", "val_fraction 0.2, not 0.1"),
+        ("--tokenizer-sample-mb", "16", "sample_megabytes 1.0, not 16.0"),
+    ):
+        assert error_of(minigpt("train", option, default, *out)).startswith(f"this run was begun with {words}; ")
+    assert minigpt("train", *out, *begun).status == 0
+
+
+def test_a_run_goes_on_where_it_began(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(train(source), "runs/cats")
+    record = Path("runs/cats/minigpt.json")
+    assert json.loads(record.read_text(encoding="utf-8"))["device"] == "cpu"
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.device_count", lambda: 1)
+        assert minigpt("train", "-o", "runs/cats", "--resume").status == 0, "on the CPU"
+    record.write_text(record.read_text(encoding="utf-8").replace('"device": "cpu"', '"device": "cuda"'))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert error_of(minigpt("train", "-o", "runs/cats", "--resume")) == (
+        "this run was begun on cuda, which is not here; name another with --device"
+    )
+    assert minigpt("train", "-o", "runs/cats", "--resume", "--device", "cpu").status == 0
+
+
+def test_a_damaged_state_is_named(source: Path) -> None:
+    trained(train(source), "runs/cats")
+    folder = RunFolder(Path("runs/cats"))
+    state = folder.load_state()
+    assert state is not None
+    for config in ({**state[1]["config"], "speed": 3}, None):
+        folder.save_state(state[0], state[1] | {"config": config} if config else {})
+        assert error_of(minigpt("train", "-o", "runs/cats", "--resume", *CPU)).startswith(
+            "runs/cats/last/state.safetensors"
+        )
 
 
 def test_a_finished_run_ends_well_again_and_changes_nothing(source: Path) -> None:
@@ -642,10 +707,83 @@ def _killed(*arguments: Any, **keywords: Any) -> None:
     raise _Killed
 
 
-def test_nothing_is_begun_when_there_is_nothing_to_resume(source: Path) -> None:
-    Path("runs/cats").mkdir(parents=True)
-    message = error_of(minigpt("train", "-o", "runs/cats", "--resume", *CPU))
-    assert message == "runs/cats holds no run to continue; start one without --resume"
+FRESH = "holds no run to continue yet; it begins at the beginning\n"
+
+
+def die_at(patch: pytest.MonkeyPatch, place: str) -> None:
+    """Die at a place as from kill -9: nothing is cleaned up after it."""
+    patch.setattr(place, _killed)
+    patch.setattr("minigpt.training.pretrain.drop_unused_text", lambda folder: None)
+
+
+@pytest.mark.parametrize("place", ["scan", "build", "make_plan"])
+def test_piped_text_is_piped_once(whole: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    with monkeypatch.context() as patch:
+        die_at(patch, f"minigpt.training.pretrain.{place}")
+        with pytest.raises(_Killed):
+            train("-", "-o", "run", stdin=TEXT.encode())
+    with monkeypatch.context() as patch:  # and killed again
+        die_at(patch, f"minigpt.training.pretrain.{place}")
+        with pytest.raises(_Killed):
+            train("-o", "run", "--resume")
+    said = trained(train("-o", "run", "--resume"), "run")
+    assert said.startswith(f"run {FRESH}corpus     stdin, ")
+    assert Path("run/stdin.txt").read_bytes() == TEXT.encode()
+    same_run(whole, "run")
+
+
+def test_piped_text_outlives_ctrl_c(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.training.pretrain.build", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT))
+        assert train("-", "-o", "run", stdin=TEXT.encode()).status == 130
+    trained(train("-o", "run", "--resume"), "run")
+    same_run(whole, "run")
+
+
+def test_killed_while_text_is_piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run").mkdir()
+    Path("run/.stdin.txt.part").write_text("half")
+    assert error_of(train("-o", "run", "--resume")) == (
+        "run holds no run to continue: its text came through the pipe in part; pipe it again"
+    )
+    trained(train("-", "-o", "run", "--resume", stdin=TEXT.encode()), "run")
+    assert not Path("run/.stdin.txt.part").exists()
+
+
+def test_killed_before_the_folder_or_with_the_bundled_text(
+    source: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minigpt.cli.train.bundled_corpus", lambda: [source.resolve()])
+    assert trained(train(source, "--resume"), "runs/cats").startswith(f"runs/cats {FRESH}")
+    Path("runs/bundled").mkdir()
+    for arguments, folder in (((), "runs/bundled"), (("-o", "own"), "own")):
+        said = trained(train("--resume", *arguments), folder)
+        assert said.startswith(f"{folder} {FRESH}corpus     the bundled corpus, ")
+        same_run(whole, folder)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("place", ["os.replace", "shutil.rmtree", "minigpt.training.pretrain.save_description"])
+def test_killed_while_an_old_run_is_cleared(
+    source: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, place: str, piped: bool
+) -> None:
+    """From the new record on the new run can be begun again, and nothing of the old one is taken for it."""
+    trained(train("-", "-o", "run", "--seed", "3", stdin=TEXT.upper().encode()), "run")
+    text, sources = (TEXT.encode(), ["-"]) if piped else (None, [source])
+    real = RunFolder.clear
+
+    def clear(self: RunFolder, *, keep_text: bool) -> None:
+        die_at(patch, place)
+        real(self, keep_text=keep_text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "clear", clear)
+        with pytest.raises(_Killed):
+            train(*sources, "-o", "run", "--overwrite", stdin=text)
+    trained(train("-o", "run", "--resume"), "run")
+    same_run(whole, "run")
+    assert (Path("run/stdin.txt").read_bytes() == text) if piped else not Path("run/stdin.txt").exists()
+    assert "uncleared" not in Path("run/minigpt.json").read_text(encoding="utf-8")
 
 
 def test_a_loss_that_breaks_ends_with_one_line_and_the_state_kept(
@@ -707,14 +845,31 @@ def test_a_second_ctrl_c_leaves_at_once(source: Path, monkeypatch: pytest.Monkey
     from minigpt.cli import signals
 
     left: list[int] = []
+    written: list[bytes] = []
     monkeypatch.setattr("os._exit", left.append)
+    monkeypatch.setattr("os.write", lambda descriptor, data: written.append(data))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True, fileno=lambda: 2))
     with signals.stop_request() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert (stop(), left, stop.exit_status) == (True, [], 130)
         os.kill(os.getpid(), signal.SIGINT)
         assert left == [130]
+        assert written == [b"\x1b[?25h"], "a terminal has its cursor again"
         os.kill(os.getpid(), signal.SIGTERM)
         assert left == [130, 143]
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    from minigpt.cli import signals
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.stop_request() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -135,12 +135,5 @@ def test_a_terminal_gets_the_held_out_curve_in_braille() -> None:
     assert 0.4 < (lowest.index(next(c for c in lowest if not c.isascii())) - 5) / 55 < 0.6  # step 600 of 100 … 1000
 
 
-def test_a_terminal_without_braille_gets_ascii() -> None:
-    plot = terminal_curve(run_rows(), 60, 10, encoding="ascii")
-    assert plot.isascii()
-    assert "*" in plot
-    assert terminal_curve(run_rows(), 60, 10, encoding="no-such-encoding").isascii()
-
-
 def test_without_held_out_text_a_terminal_gets_the_training_loss() -> None:
     assert "training loss" in terminal_curve([row for row in run_rows() if "loss" in row])

@@ -176,6 +176,26 @@ def test_frequencies_follow_the_distribution() -> None:
         assert chi_square < 18.5  # 99.9 % of fair draws with 4 degrees of freedom
 
 
+class AppleLike(torch.Tensor):
+    """A tensor on a device that has no float64."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if func is torch.Tensor.cpu:
+            return found.as_subclass(torch.Tensor)
+        if isinstance(found, cls) and found.dtype == torch.float64:
+            raise TypeError("this device has no float64")
+        return found
+
+
+def test_a_device_without_float64_draws_the_same() -> None:
+    logits, config = torch.tensor(LOGITS), SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
+    seen = logits > 1.0
+    expected = next_tokens(logits, seen, config, random_streams([1, 2, 3])).tolist()
+    assert next_tokens(logits.as_subclass(AppleLike), seen, config, random_streams([1, 2, 3])).tolist() == expected
+
+
 def test_greedy_takes_the_best_and_no_random_number() -> None:
     stream = random.Random(3)
     before = stream.getstate()

@@ -17,6 +17,7 @@ LAYERS = {
     "__init__": 0,  # the version alone
     "errors": 0,
     "config": 0,
+    "units": 0,
     "text": 1,
     "model": 1,
     "checkpoint": 2,

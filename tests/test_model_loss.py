@@ -113,6 +113,17 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
+def test_the_sum_over_many_float16_rows_does_not_overflow() -> None:
+    hidden = torch.full((2000, C), 50.0).half()
+    weight = torch.zeros(V, C, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        value = loss_sum(hidden, weight, torch.zeros(2000, dtype=torch.long))
+    (found,) = torch.autograd.grad(value / 2000, weight)
+    expected = torch.full((V, C), 50.0 / V)
+    expected[0] -= 50.0
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+
 def test_a_model_in_bfloat16_gets_gradients_of_its_own_type() -> None:
     hidden, weight, targets = problem()
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()

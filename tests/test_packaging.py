@@ -26,8 +26,7 @@ SHELL_SCRIPTS = ["scripts/check", "scripts/demo", "scripts/environment", ".ci/ru
 
 # Patterns that do not match their own source text.
 FORBIDDEN = {
-    "a path of one machine": r"(?<![\w.~*/])/(?:root|work|opt/pypi|opt/wheels)/",
-    "a registry's address": r"\b(?:pypi\.(?:org)|pythonhosted\.(?:org)|registry\.(?:npmjs)|download\.(?:pytorch))\b",
+    "a path of somebody's home": r"(?<![\w.~*/])/(?:root|home)/",
     "another project's name in an install command": r"pip3?\s+install\s+(?:-\S+\s+)*[\"'`]?minigpt(?![\w-])",
 }
 BASHISMS = r"\[\[|<<<|&>|\$'|^\s*(?:source|function|local|declare)\s|\becho\s+-[en]|\[ [^]]* == |\w+=\(|\bpipefail\b"
@@ -81,8 +80,7 @@ def test_no_tracked_file_holds(what: str) -> None:
 def test_forbidden_patterns_match_what_they_are_for() -> None:
     install = "pip " + "install"
     for what, sample in {
-        "a path of one machine": "see /" + "root/.cache",
-        "a registry's address": "https://" + "pypi." + "org/simple",
+        "a path of somebody's home": "see /" + "root/.cache",
         "another project's name in an install command": f"{install} -U minigpt\n",
     }.items():
         assert re.search(FORBIDDEN[what], sample)

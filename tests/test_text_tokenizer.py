@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import random
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +295,34 @@ def test_transformers_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -
         assert theirs(text)["input_ids"] == ids
         assert theirs.decode(ids) == text
     assert (theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.end_of_text_id, tokenizer.pad_id)
+
+
+def test_a_full_disk_keeps_the_old_files(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match=r"^cannot write .*tokenizer.json: No space left on device"):
+        Tokenizer.train(["other words, other words"], 270).save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_signal_while_loading_is_no_damaged_file(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalled(BaseException):
+        pass
+
+    def from_str(text: str) -> None:
+        raise Signalled
+
+    tokenizer.save(tmp_path)
+    monkeypatch.setattr("minigpt.text.tokenizer.Backend", SimpleNamespace(from_str=from_str))
+    with pytest.raises(Signalled):
+        Tokenizer.load(tmp_path)
 
 
 def test_files_are_written_or_it_is_said(tokenizer: Tokenizer, tmp_path: Path) -> None:

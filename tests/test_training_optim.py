@@ -83,6 +83,24 @@ def test_short_runs_have_a_sensible_rate(total: int, warmup: int, schedule: str)
     assert all(0.0 < factor <= 1.0 for factor in factors(total, warmup, schedule))
 
 
+@pytest.mark.parametrize("harm", ["lacks one", "one more", "another shape"])
+def test_states_of_something_else_are_refused(harm: str) -> None:
+    model = make_model(VARIANTS["qwen3"])
+    optimizers = make_optimizers(model, CONFIG)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    for each in optimizers:
+        each.step()
+    tensors = optimizer_tensors(model, optimizers)
+    name = "optimizer.model.embed_tokens.weight.exp_avg"
+    if harm == "lacks one":
+        del tensors[name]
+    else:
+        tensors[name if harm == "another shape" else f"{name}_more"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"is missing or unknown|has another shape"):
+        restore_optimizers(model, make_optimizers(model, CONFIG), tensors)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_states_survive_being_flattened(optimizer: str) -> None:
     config = replace(CONFIG, optimizer=optimizer)

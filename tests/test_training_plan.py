@@ -20,7 +20,12 @@ GPU = Machine(flops=2e14, free_memory=80 << 30, compute_dtype="bfloat16", defaul
 def plan_of(request: Request, tokens: int, machine: Machine = CPU, speed: float = 10_000.0) -> Plan:
     model, why = choose_model(request, 1024, tokens, machine)
     return make_plan(
-        request, model=model, model_why=why, train_tokens=tokens, machine=machine, measure=lambda shape, rows: speed
+        request,
+        model=model,
+        model_why=why,
+        train_tokens=tokens,
+        machine=machine,
+        measure=lambda shape, rows, context: speed,
     )
 
 
@@ -135,7 +140,10 @@ def test_memory_halves_the_micro_batch_and_keeps_the_batch() -> None:
         tight = replace(CPU, free_memory=int(need / 0.7) + (1 << 20))
         train = plan_of(request, 10**7, tight).train
         assert (train.batch_size, train.micro_batch_size) == (64, rows)
-    assert plan_of(request, 10**7, replace(CPU, free_memory=1)).train.micro_batch_size == 1
+    # A GPU has the last word itself; a CPU would start to swap.
+    assert plan_of(request, 10**7, replace(GPU, free_memory=1)).train.micro_batch_size == 1
+    with pytest.raises(ConfigError, match=r"takes about 0\.\d GB, .*choose a smaller --preset or --context"):
+        plan_of(request, 10**7, replace(CPU, free_memory=1))
 
 
 def test_a_model_that_memory_cannot_hold_is_not_chosen() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minigpt.errors import ModelFolderError, TrainingError
+from minigpt.errors import DataError, ModelFolderError, TrainingError
 from minigpt.training.run_folder import RunFolder
 
 
@@ -98,21 +98,41 @@ def test_a_new_run_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) 
     folder.incoming_path.write_text("new text")
     assert folder.taken() == "last"
     folder.clear(keep_text=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.md", "stdin.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["minigpt.json", "notes.md", "stdin.txt"]
     assert folder.text_path.read_text() == "new text"
-    assert folder.taken() == "stdin.txt"
+    (tmp_path / "minigpt.json").unlink()
+    assert folder.taken() is None, "piped text alone is what a killed run left"
     folder.clear(keep_text=True)
     assert folder.text_path.exists(), "a run that begins again reads it again"
     folder.clear(keep_text=False)
-    assert folder.taken() is None
+    assert not folder.text_path.exists()
 
 
 def test_what_a_killed_run_left_half_read_is_not_taken_for_text(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.incoming_path.write_text("half")
+    part = tmp_path / ".stdin.txt.part"
+    part.write_text("half")
+    folder.incoming_path.write_text("whole")
+    folder.lock(keep_incoming=True)
+    folder.unlock()
+    assert not part.exists()
+    assert folder.incoming_path.read_text() == "whole"
     folder.lock()
     folder.unlock()
     assert not folder.incoming_path.exists()
+
+
+def test_text_that_a_run_would_write_over_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (tmp_path / "run" / "last").mkdir(parents=True)
+    (tmp_path / "run" / "mine").mkdir()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "run" / "stdin.txt")
+    for name in ("stdin.txt", "metrics.jsonl", "last/notes.txt", "mine/stdin.txt", "notes.txt"):
+        (tmp_path / "run" / name).write_text("text")
+    for source in (tmp_path / "run" / "stdin.txt", tmp_path / "link.txt", tmp_path / "run" / "last" / "notes.txt"):
+        with pytest.raises(DataError, match=f"^{source}: a run in .*run would write over this text; write elsewhere"):
+            folder.check_sources([source])
+    folder.check_sources([tmp_path / "run" / "notes.txt", tmp_path / "run" / "mine" / "stdin.txt", tmp_path / "x.txt"])
 
 
 def test_metrics_stay_plain_json_lines(tmp_path: Path) -> None:

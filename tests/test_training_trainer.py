@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from variants import make_model, random_tokens
 from minigpt.checkpoint.folder import load_weights
 from minigpt.config import TrainConfig
 from minigpt.errors import TrainingError
+from minigpt.evaluation.bits import Score
 from minigpt.model.loss import IGNORED, token_losses
 from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch
 from minigpt.training.objectives import NextToken
+from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Evaluated, Finished, StepDone, Trainer, Warned
 
 
@@ -159,15 +163,15 @@ def test_small_gradients_are_left_alone(tmp_path: Path) -> None:
 
 
 class Broken(NextToken):
-    """An objective that turns to something else at its n-th micro-batch."""
+    """An objective that turns to something else at its n-th micro-batch, or at all of them."""
 
-    def __init__(self, at: int, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, at: int | None, change: Callable[[Tensor], Tensor]) -> None:
         self.calls, self.at, self.change = 0, at, change
 
     def loss_sum(self, model: GPT, batch: Batch) -> Tensor:
         self.calls += 1
         loss = super().loss_sum(model, batch)
-        return self.change(loss) if self.calls == self.at else loss
+        return self.change(loss) if self.at in (None, self.calls) else loss
 
 
 @pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
@@ -251,12 +255,90 @@ def test_a_float16_step_that_overflows_is_skipped_and_seen(tmp_path: Path) -> No
     trainer = make_trainer(tmp_path, replace(TRAIN, compute_dtype="float16", total_steps=2))
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
     before = copy.deepcopy(trainer.model.state_dict())
-    run(trainer)
+    assert [event.message for event in steps_of(run(trainer), Warned)] == [
+        f"step {step}: the gradient overflowed float16; skipped" for step in (1, 2)
+    ]
     assert trainer.scaler.get_scale() < 2.0**100
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
     assert [row["grad_norm"] for row in rows if "loss" in row] == [None, None]
+
+
+def test_a_step_that_overflows_in_one_optimizer_is_skipped_by_both(tmp_path: Path) -> None:
+    config = replace(TRAIN, compute_dtype="float16", optimizer="muon", total_steps=4)
+    trainer = make_trainer(tmp_path, config)
+    embedding = trainer.model.model.embed_tokens.weight  # AdamW's: its slope overflows once it is scaled
+    trainer.objective = Broken(3, lambda loss: loss + (embedding.sum() - embedding.sum().detach()) * 1e36)
+    seen: list[dict[str, Tensor]] = []
+    for event in trainer.run():
+        if isinstance(event, StepDone):
+            state = copy.deepcopy(trainer.model.state_dict())
+            moments = [each["momentum_buffer"].clone() for each in trainer.optimizers[0].state.values()]
+            seen.append(state | {str(index): moment for index, moment in enumerate(moments)})
+    changed = [any(not torch.equal(now[name], then[name]) for name in now) for then, now in pairwise(seen)]
+    assert changed == [True, False, True]
+    assert trainer.scaler.get_scale() == 2.0**15
+    assert [row["step"] for row in metrics(tmp_path) if row.get("grad_norm", 0) is None] == [3]
+
+
+def test_a_gradient_that_no_scale_makes_finite_ends_a_float16_run_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, replace(TRAIN, compute_dtype="float16"))
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    trainer.objective = Broken(None, lambda loss: loss + (loss.detach() - loss).clamp(min=0.0).sqrt())
+    with pytest.raises(TrainingError, match=r"^the gradient became (NaN|infinite) at step 3; "):
+        run(trainer)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_asks_the_device_for_numbers_once(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, replace(TRAIN, micro_batch_size=rows))
+    batch, item, asked = trainer.batches.at(0), Tensor.item, []
+    monkeypatch.setattr(trainer.objective, "weight", lambda batch: 64.0)
+    monkeypatch.setattr(Tensor, "item", lambda tensor: asked.append(1) or item(tensor))  # type: ignore[func-returns-value]
+    trainer._accumulate(batch)
+    assert len(asked) == 1
+
+
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    scores = iter([math.nan, 2.0, math.inf])
+    trainer = make_trainer(tmp_path, validate=lambda model: replace(validate(model), nats=next(scores)))
+    assert [event.is_best for event in steps_of(run(trainer), Evaluated)] == [False, True, False]
+    assert trainer.progress.best_step == 8
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for line in lines]
+    scored = [(row["held_out_loss"], row["bits_per_byte"]) for row in rows if "bits_per_byte" in row]
+    assert [(loss is None, bits is None) for loss, bits in scored] == [(True, True), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_held_out_text_is_scored_in_the_type_of_training(tmp_path: Path, dtype: Any, cast: bool) -> None:
+    seen = []
+
+    def look(model: GPT) -> Score:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return validate(model)
+
+    run(make_trainer(tmp_path, replace(TRAIN, compute_dtype=dtype), validate=look))
+    assert seen == [cast] * 3
+
+
+def test_metrics_are_on_the_disk_before_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, fsync, save, done = make_trainer(tmp_path), os.fsync, RunFolder.save_state, []
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        path = trainer.folder.metrics_path
+        done.append(path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()) and len(path.read_bytes()))
+
+    def check(folder: RunFolder, *state: Any) -> None:
+        if trainer.progress.step:
+            assert done[-1] == len(folder.metrics_path.read_bytes())
+        save(folder, *state)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(RunFolder, "save_state", check)
+    run(trainer)
 
 
 def test_evaluation_leaves_training_alone(tmp_path: Path) -> None:
@@ -336,6 +418,56 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
             make_trainer(tmp_path).restore(broken, record)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda tensors, record: tensors.pop("random.cpu"),
+        lambda tensors, record: tensors.update({"random.cpu": torch.zeros(3)}),
+        lambda tensors, record: tensors.update({"optimizer.model.layers.9.weight.exp_avg": torch.zeros(3)}),
+        lambda tensors, record: tensors.pop(next(name for name in tensors if name.startswith("optimizer."))),
+        lambda tensors, record: [tensors.pop(name) for name in list(tensors) if name.startswith("optimizer.")],
+        lambda tensors, record: [
+            tensors.update({name: torch.zeros(3)}) for name in list(tensors) if name.startswith("optimizer.")
+        ],
+        lambda tensors, record: record.pop("scaler"),
+        lambda tensors, record: record.pop("progress"),
+        lambda tensors, record: record["progress"].update({"mood": 3}),
+        lambda tensors, record: record.pop("environment"),
+    ],
+    ids=range(10),
+)
+def test_a_state_that_lacks_something_is_one_line(tmp_path: Path, optimizer: Any, harm: Callable[..., object]) -> None:
+    config = replace(TRAIN, optimizer=optimizer)
+    run(make_trainer(tmp_path, config), stop_at=1)
+    tensors, record = make_trainer(tmp_path, config).folder.load_state() or ({}, {})
+    harm(tensors, record)
+    with pytest.raises(TrainingError) as raised:
+        make_trainer(tmp_path, config).restore(tensors, record)
+    assert str(raised.value) == (
+        f"{tmp_path / 'last' / 'state.safetensors'} does not fit this run's state; start again with --overwrite"
+    )
+
+
+def test_a_state_from_before_the_first_step_needs_no_optimizer(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    next(iter(trainer.run()))  # the first thing a run does is to save itself
+    assert not [name for name in state(tmp_path)[0] if name.startswith("optimizer.")]
+    assert resumed(tmp_path).progress.step == 0
+
+
+def test_a_resumed_run_keeps_nothing_of_the_file_it_read(tmp_path: Path) -> None:
+    run(make_trainer(tmp_path), stop_at=1)
+    trainer = make_trainer(tmp_path)
+    tensors, record = trainer.folder.load_state() or ({}, {})
+    trainer.restore(tensors, record)
+    read = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    kept = [value for optimizer in trainer.optimizers for each in optimizer.state.values() for value in each.values()]
+    assert kept
+    for tensor in [*kept, *trainer.model.parameters()]:
+        assert tensor.untyped_storage().data_ptr() not in read
+
+
 def test_a_different_machine_is_said(tmp_path: Path) -> None:
     run(make_trainer(tmp_path))
     tensors, record = make_trainer(tmp_path).folder.load_state() or ({}, {})
@@ -343,6 +475,9 @@ def test_a_different_machine_is_said(tmp_path: Path) -> None:
     messages = make_trainer(tmp_path).restore(tensors, record)
     assert len(messages) == 1
     assert messages[0].startswith("threads was 77 when this run was saved and is ")
+    record["environment"] |= {"threads": torch.get_num_threads(), "device": "cuda"}
+    messages = make_trainer(tmp_path).restore(tensors, record)
+    assert messages == ["device was cuda when this run was saved and is cpu now; it will not be bit-equal"]
 
 
 OPTIONS: dict[str, tuple[TrainConfig, float]] = {

@@ -42,20 +42,26 @@ def config_to_hf(config: ModelConfig, *, end_of_text_id: int, bos_id: int | None
         "eos_token_id": end_of_text_id,
         "pad_token_id": pad_id,
     }
-    if config.architecture == "gpt2":
-        return shared | {
-            "n_positions": config.max_position_embeddings,
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_hidden_layers,
-            "n_head": config.num_attention_heads,
-            "n_inner": config.intermediate_size,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": config.norm_eps,
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": config.dropout,
-        }
-    llama = {
+    return shared | (_gpt2_fields(config) if config.architecture == "gpt2" else _llama_fields(config))
+
+
+def _gpt2_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_positions": config.max_position_embeddings,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.intermediate_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }
+
+
+def _llama_fields(config: ModelConfig) -> dict[str, Any]:
+    fields = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -67,14 +73,13 @@ def config_to_hf(config: ModelConfig, *, end_of_text_id: int, bos_id: int | None
         "attention_dropout": config.dropout,
     }
     if config.traits.positions != "rotary":
-        return shared | llama | {"hidden_act": config.traits.mlp}
-    rotary = {
+        return fields | {"hidden_act": config.traits.mlp}
+    return fields | {
         "hidden_act": "silu",
         "attention_bias": False,
         "rope_theta": config.rope_theta,  # read by transformers 4
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
     }
-    return shared | llama | rotary
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:

@@ -90,10 +90,23 @@ def run(arguments: list[str]) -> int:
     except SystemExit as leave:  # Typer's way to end after completion, and when the reader has gone
         _drop_output()
         return 141 if isinstance(leave.__context__, BrokenPipeError) else int(leave.code or 0)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        console.error("out of memory; choose a smaller --batch-size, --context or --preset")
+        return 1
     except OSError as error:  # what no command expected, such as a full disk under stdout
         _drop_output()
         console.error(f"{error.filename or 'input or output'}: {error.strerror or error}")
         return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell by name and text, since PyTorch's own type is only there once something has imported it."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    signs = ("out of memory", "can't allocate memory", "not enough memory")
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or any(sign in text for sign in signs)
 
 
 def _drop_output() -> None:

@@ -30,9 +30,9 @@ def write(text: str) -> None:
         raise
 
 
-def note(text: str) -> None:
-    """Put one line on stderr; a terminal breaks it between words."""
-    for line in _wrapped(text, 0):
+def note(text: str, *, command: str = "") -> None:
+    """Put one line on stderr; a terminal breaks it between words, but not in a command to paste at its end."""
+    for line in [text + command] if command else _wrapped(text, 0):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -46,10 +46,10 @@ def warning(message: str) -> None:
     note(f"warning: {' '.join(message.split())}")
 
 
-def fact(label: str, text: str) -> None:
-    """Put a labelled fact on stderr; a terminal wraps it under itself, a file gets one line."""
+def fact(label: str, text: str, *, wrapped: bool = True) -> None:
+    """Put a labelled fact on stderr; a terminal wraps it under itself, unless it is a command; a file gets one line."""
     bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
-    for i, line in enumerate(_wrapped(text, LABEL_WIDTH)):
+    for i, line in enumerate(_wrapped(text, LABEL_WIDTH) if wrapped else [text]):
         print(f"{bold}{label if i == 0 else '':<{LABEL_WIDTH}}{plain}{line}", file=sys.stderr, flush=True)
 
 
@@ -75,14 +75,6 @@ def amount(number: float) -> str:
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.3g}{unit}"
     return f"{number:,.0f}"
-
-
-def size(count: float) -> str:
-    """Write a number of bytes: 150 kB, 1.1 MB, 2.4 GB."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} bytes"
 
 
 class Progress:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli import console, models, stdin
-from minigpt.cli.texts import stdin_file
+from minigpt.cli.texts import stdin_file, typed
 from minigpt.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def evaluate(
         raise UsageError("no text; name files or folders, or pipe text: cat alice.txt | minigpt eval")
     from minigpt.text.sources import SourceOptions
 
-    options = SourceOptions(field=field_, separator=separator)
+    options = SourceOptions(field=typed(field_), separator=typed(separator))
     paths = _paths(files or ["-"])
     folder, device_ = models.resolve(model), models.pick_device(device)
     from minigpt.checkpoint.folder import load

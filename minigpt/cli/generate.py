@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minigpt.cli import console, models, stdin
+from minigpt.cli.texts import typed
 from minigpt.config import SamplingConfig
-from minigpt.errors import DataError, UsageError
+from minigpt.errors import DataError, MinigptError, UsageError
 from minigpt.text.decoding import ReadCounts, decode_utf8, replace_surrogates
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def generate(
         raise UsageError("a prompt as argument does not go with --lines or --jsonl; pipe the prompts")
     if logprobs is not None and not (as_json or jsonl):
         raise UsageError("--logprobs needs --json or --jsonl")
-    prompt, stop = prompt if prompt is None else _typed(prompt), [_typed(text) for text in stop or ()]
+    prompt, stop = typed(prompt), [typed(text) for text in stop or ()]
     sampling = SamplingConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop), logprobs=logprobs,
@@ -102,11 +101,6 @@ def generate(
         writer.write_batches(asks, batch_size)
     else:
         writer.write_one(next(asks))
-
-
-def _typed(text: str) -> str:
-    """Read an argument as UTF-8 whatever the locale; what is none becomes U+FFFD."""
-    return decode_utf8(os.fsencode(text), ReadCounts())
 
 
 def _asks(prompt: str | None, lines: bool, jsonl: bool, seed: int, samples: int) -> Iterator[Ask]:
@@ -149,6 +143,24 @@ def _parse(line: str, number: int, seeds: tuple[int, ...]) -> Ask:
     return Ask(replace_surrogates(record["prompt"]), seeds, {"id": record["id"]} if "id" in record else {})
 
 
+def _batches(asks: Iterator[Ask], size: int) -> Iterator[list[tuple[Ask, int]]]:
+    """Group prompts and seeds; where one cannot be read, those before it come first, then the error."""
+    batch: list[tuple[Ask, int]] = []
+    failure: MinigptError | None = None
+    try:
+        for row in ((ask, seed) for ask in asks for seed in ask.seeds):
+            batch.append(row)
+            if len(batch) == size:
+                yield batch
+                batch = []
+    except MinigptError as error:
+        failure = error
+    if batch:
+        yield batch
+    if failure is not None:
+        raise failure
+
+
 class _Writer:
     """Run prompts through the engine and put what comes out on stdout."""
 
@@ -178,8 +190,7 @@ class _Writer:
         """Print every text of every prompt, in order, several rows at a time."""
         from minigpt.inference.engine import collect, stream
 
-        rows = ((ask, seed) for ask in asks for seed in ask.seeds)
-        while batch := list(islice(rows, batch_size)):
+        for batch in _batches(asks, batch_size):
             prompts = [self._encode(ask.prompt) for ask, _ in batch]
             seeds = [seed for _, seed in batch]
             events = stream(self.loaded.model, self.loaded.tokenizer, prompts, self.sampling, seeds)

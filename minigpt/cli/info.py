@@ -12,6 +12,7 @@ from minigpt.cli import console, models
 from minigpt.config import ArchitectureName, DTypeName, ModelConfig, OptimizerName, PresetName, TrainConfig
 from minigpt.config import preset_config as spelled_out
 from minigpt.errors import ModelFolderError, UsageError
+from minigpt.units import byte_size
 
 MICRO_BATCHES = (1, 8, 32)
 CACHE_TOKENS = 1000
@@ -144,7 +145,7 @@ def _section(record: dict[str, Any], *path: str) -> dict[str, Any]:
 
 def _lines(found: dict[str, Any]) -> str:
     """The facts as labelled lines."""
-    amount, size = console.amount, console.size
+    amount = console.amount
     share = found["embedding_parameters"] / found["parameters"]
     flops, training, types = found["flops_per_token"], found["training_bytes"], found["training_types"]
     rows = {
@@ -153,10 +154,10 @@ def _lines(found: dict[str, Any]) -> str:
         "parameters": f"{found['parameters']:,}, of which embedding {found['embedding_parameters']:,} ({share:.0%})",
         "tokens": f"vocabulary {found['vocab_size']:,}, context {found['context']:,}",
         "compute": f"{amount(flops['train'])} FLOPs a token to train, {amount(flops['generate'])} to generate",
-        "training": ", ".join(f"{size(count)} at micro-batch {rows}" for rows, count in training.items())
+        "training": ", ".join(f"{byte_size(count)} at micro-batch {rows}" for rows, count in training.items())
         + f" ({types['compute_dtype']}, {types['optimizer']})",
-        "weights": f"{size(found['weight_bytes'])} in float32",
-        "cache": f"{size(found['cache_bytes_per_1000_tokens'])} per 1,000 tokens in float32",
+        "weights": f"{byte_size(found['weight_bytes'])} in float32",
+        "cache": f"{byte_size(found['cache_bytes_per_1000_tokens'])} per 1,000 tokens in float32",
     }
     if "data" in found:
         corpus = f", {amount(found['corpus_tokens'])} tokens" if "corpus_tokens" in found else ""

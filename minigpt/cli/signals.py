@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SHOW_CURSOR = b"\x1b[?25h"
+
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM, where nothing is in the middle of a training step."""
+    """Ctrl-C or SIGTERM, where nothing is in the middle of a training step.
+
+    No KeyboardInterrupt: Typer would take that for itself and lose which signal it was.
+    """
 
     def __init__(self, number: int) -> None:
         self.exit_status = 128 + number
@@ -33,8 +40,21 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            _show_cursor()
             os._exit(128 + number)
         self.signal = number
+
+
+def _show_cursor() -> None:
+    """Give a terminal its cursor back, which a progress line hides and nobody else will restore."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr is closed
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), SHOW_CURSOR)
+
+
+def _heeded() -> list[signal.Signals]:
+    """The signals that nobody, such as nohup, has told us to ignore."""
+    return [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_on_signals() -> None:
@@ -43,16 +63,15 @@ def raise_on_signals() -> None:
     def take(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, take)
+    for number in _heeded():
+        signal.signal(number, take)
 
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
     """Collect Ctrl-C and SIGTERM instead of being interrupted."""
     request = StopRequest()
-    before = {number: signal.signal(number, request._take) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request._take) for number in _heeded()}
     try:
         yield request
     finally:

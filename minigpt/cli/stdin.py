@@ -14,6 +14,7 @@ from minigpt.cli import console
 from minigpt.errors import DataError
 from minigpt.text.decoding import ReadCounts, decode_utf8
 
+NAME = "stdin"  # in messages and records, where others have the name of a file
 PATIENCE_SECONDS = 2.0
 
 

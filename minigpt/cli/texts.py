@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from minigpt.cli import stdin
 from minigpt.errors import UsageError
-from minigpt.text.decoding import replace_surrogates, spool
+from minigpt.text.decoding import ReadCounts, decode_utf8, spool
 
 if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
+
+
+@overload
+def typed(text: str) -> str: ...
+@overload
+def typed(text: str | None) -> str | None: ...
+def typed(text: str | None) -> str | None:
+    """Read an argument as UTF-8 whatever the locale; what is none becomes U+FFFD."""
+    return None if text is None else decode_utf8(os.fsencode(text), ReadCounts())
 
 
 def given_text(argument: str | None, command: str) -> str | None:
@@ -21,8 +31,7 @@ def given_text(argument: str | None, command: str) -> str | None:
 
     Nothing at all is None where `command` is empty, else a UsageError with an example of it.
     """
-    if argument is not None:
-        argument = replace_surrogates(argument)
+    argument = typed(argument)
     if stdin.is_piped():
         piped = stdin.read_text()
         if argument is None:

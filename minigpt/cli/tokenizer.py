@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli import console, models, stdin
-from minigpt.cli.texts import given_text, label, stdin_file, visible
+from minigpt.cli.texts import given_text, label, stdin_file, typed, visible
 from minigpt.errors import ConfigError, DataError, UsageError
+from minigpt.units import byte_size
 
 if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def train(
     from minigpt.text.split import scan, training_sample
     from minigpt.text.tokenizer import Tokenizer
 
-    options = SourceOptions(field=field, separator=separator, min_chars=min_chars)
+    options = SourceOptions(field=typed(field), separator=typed(separator), min_chars=min_chars)
     if not sample_mb > 0:
         raise ConfigError(f"--sample-mb {sample_mb:g}: nothing to learn from; give more than 0")
     held = next((name for name in ("model.safetensors", "tokenizer.json") if (out / name).exists()), None)
@@ -83,10 +84,10 @@ def train(
     if tokenizer.vocab_size < vocab_size:
         console.warning(f"the text holds pairs for {tokenizer.vocab_size:,} tokens only, not for {vocab_size:,}")
     console.fact(
-        "corpus", f"{console.size(found.bytes)}, {found.documents:,} document{'s' if found.documents != 1 else ''}"
+        "corpus", f"{byte_size(found.bytes)}, {found.documents:,} document{'s' if found.documents != 1 else ''}"
     )
     console.fact("tokenizer", f"{out}: byte-level BPE, {tokenizer.vocab_size:,} tokens")
-    console.fact("next", f'minigpt tokenizer show "some text" -m {shlex.quote(str(out))}')
+    console.fact("next", f'minigpt tokenizer show "some text" -m {shlex.quote(str(out))}', wrapped=False)
 
 
 @contextmanager
@@ -158,8 +159,8 @@ def show(text: TextArgument = None, model: FolderOption = None, as_json: models.
     found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "longest": [label(tokenizer, id) for id in longest]}
     ids = tokenizer.encode(whole) if whole else []
     if whole:
-        size = len(whole.encode("utf-8"))
-        found |= {"bytes": size, "tokens": len(ids), "bytes_per_token": size / len(ids), "ids": ids}
+        count = len(whole.encode("utf-8"))
+        found |= {"bytes": count, "tokens": len(ids), "bytes_per_token": count / len(ids), "ids": ids}
     if as_json:
         console.write(_json(found | ({"pieces": [label(tokenizer, id) for id in ids]} if whole else {})))
         return

@@ -10,13 +10,14 @@ from typing import Annotated, Any, get_args
 import typer
 
 from minigpt.cli import stdin
-from minigpt.cli.models import RUNS, DeviceOption, pick_device
+from minigpt.cli.models import RUNS, DeviceOption
 from minigpt.cli.settings import Sections, read_settings
+from minigpt.cli.texts import typed
 from minigpt.config import ArchitectureName, DTypeName, OptimizerName, PresetName, check_choice
 from minigpt.errors import UsageError
 from minigpt.text.bundled import bundled_corpus
 
-STDIN, BUNDLED = "stdin", "the bundled corpus"
+BUNDLED = "the bundled corpus"
 ALSO_OPTIONS = {
     ("train", "total_steps"): "steps",
     ("train", "seed"): "seed",
@@ -73,16 +74,26 @@ def train(
         DTypeName | None,
         typer.Option(help="Type to compute in; weights stay float32. [default: the fastest]", show_default=False),
     ] = None,
-    field: Annotated[str, typer.Option(help="Field of a JSON line or parquet row that holds the text.")] = "text",
+    field: Annotated[
+        str | None,
+        typer.Option(help="Field of a JSON line or parquet row that holds text. [default: text]", show_default=False),
+    ] = None,
     separator: Annotated[
         str | None, typer.Option(help=r"Text between documents of a file, such as '\n\n'.", show_default=False)
     ] = None,
-    min_chars: Annotated[int, typer.Option(help="Drop documents shorter than this.")] = 0,
-    val_fraction: Annotated[float, typer.Option(help="Share of the text that is held out.")] = 0.1,
+    min_chars: Annotated[
+        int | None, typer.Option(help="Drop documents shorter than this. [default: 0]", show_default=False)
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share of the text that is held out. [default: 0.1]", show_default=False)
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Use the tokenizer of this folder; train none.", show_default=False)
     ] = None,
-    tokenizer_sample_mb: Annotated[float, typer.Option(help="Megabytes of text the tokenizer is trained on.")] = 16.0,
+    tokenizer_sample_mb: Annotated[
+        float | None,
+        typer.Option(help="Megabytes of text the tokenizer is trained on. [default: 16]", show_default=False),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file with sections [model] and [train].", show_default=False)
     ] = None,
@@ -119,13 +130,17 @@ def train(
 
     request = Request(**options, model=settings["model"], train=settings["train"])
     named, paths = _sources(sources or [], resume)
-    data = DataRequest(
-        sources=paths, named=named, field=field, separator=separator, min_chars=min_chars, val_fraction=val_fraction,
-        tokenizer=tokenizer, sample_megabytes=tokenizer_sample_mb,
-    )  # fmt: skip
+    read: dict[str, Any] = {"field": typed(field), "separator": typed(separator), "min_chars": min_chars}
+    read |= {"val_fraction": val_fraction, "sample_megabytes": tokenizer_sample_mb}
+    read["tokenizer"] = None if tokenizer is None else os.path.abspath(tokenizer)
+    read = {name: value for name, value in read.items() if value is not None}
+    data = DataRequest(sources=paths, named=named, **read)
     folder = out if out is not None else RUNS / _stem(named)
-    sourced = bool(sources) or named == STDIN
-    job = Job(data=data, request=request, out=folder, device=pick_device(device), dtype=compute, sourced=sourced)
+    asked = read | options | settings["model"] | settings["train"]
+    job = Job(
+        data=data, request=request, said=asked if compute is None else asked | {"compute_dtype": compute}, out=folder,
+        named_out=out is not None, device=device, dtype=compute, sourced=bool(sources) or named == stdin.NAME,
+    )  # fmt: skip
     raise typer.Exit(train_job(job, resume=resume, overwrite=overwrite))
 
 
@@ -143,7 +158,7 @@ def _with_settings(options: dict[str, Any], settings: Sections) -> dict[str, Any
 def _sources(sources: list[str], resume: bool) -> tuple[str, tuple[str, ...]]:
     """Return how the text is named and its absolute paths; what comes through stdin has no path yet."""
     if sources == ["-"] or (not sources and not resume and stdin.is_piped()):
-        return STDIN, ()
+        return stdin.NAME, ()
     if "-" in sources:
         raise UsageError("- (standard input) stands alone; name files without it, or pipe everything")
     if not sources:
@@ -154,8 +169,8 @@ def _sources(sources: list[str], resume: bool) -> tuple[str, tuple[str, ...]]:
 
 def _stem(named: str) -> str:
     """Name the output folder after the first source."""
-    if named in (STDIN, BUNDLED):
-        return "stdin" if named == STDIN else "bundled"
+    if named in (stdin.NAME, BUNDLED):
+        return "stdin" if named == stdin.NAME else "bundled"
     first = Path(re.sub(r" and \d+ more$", "", named))
     name = first.resolve().name.split(".")[0]
     return re.sub(r"[*?\[\]]+", "", name) or "text"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoint.files import write_text
 from minigpt.checkpoint.folder import holds_model
 from minigpt.cli import console, stdin
+from minigpt.cli.models import pick_device
 from minigpt.cli.signals import StopRequest, stop_request
 from minigpt.config import DTypeName, SamplingConfig
 from minigpt.errors import ConfigError
@@ -24,6 +25,7 @@ from minigpt.training.pretrain import DataRequest, Run
 from minigpt.training.probe import used_memory
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Evaluated, Finished, StepDone, Warned
+from minigpt.units import byte_size
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +41,10 @@ class Job:
 
     data: DataRequest
     request: Request
+    said: dict[str, Any]  # what was asked for in so many words, under the names of records
     out: Path
-    device: torch.device
+    named_out: bool
+    device: str | None
     dtype: DTypeName | None
     sourced: bool  # a source was named, or piped
 
@@ -49,29 +53,36 @@ def train_job(job: Job, *, resume: bool, overwrite: bool) -> int:
     """Train to the end or to Ctrl-C; return the exit status."""
     folder = RunFolder(job.out)
     record = pretrain.recorded(folder) if resume else None
+    device = _device(job, record)
     if not overwrite:
         _check_folder(job, folder, record, resume=resume)
-    folder.lock()
+    if resume and record is None:
+        job = _begun_again(job, folder)
+    if record is None and job.data.sources:
+        pretrain.check_sources(job.data, folder)  # before there is a folder
+    unread = resume and (pretrain.UNCLEARED in record if record is not None else not job.data.sources)
+    folder.lock(keep_incoming=unread)
     try:
         with console.progress() as progress:
-            run = _begin(job, folder, record, _Screen(progress))
+            run = _begin(job, folder, record, device, _Screen(progress), spooled=unread)
         with stop_request() as stop:
             _follow(run, stop)
         if stop():
-            console.note(f"stopped at step {run.trainer.progress.step:,}; continue with: {_command(job)} --resume")
+            done = f"stopped at step {run.trainer.progress.step:,}; continue with: "
+            console.note(done, command=f"{_command(job)} --resume")
             return stop.exit_status
         _conclude(run, folder)
         return 0
     finally:
-        folder.incoming_path.unlink(missing_ok=True)
+        pretrain.drop_unused_text(folder)
         folder.unlock()
 
 
 def _check_folder(job: Job, folder: RunFolder, record: dict[str, Any] | None, *, resume: bool) -> None:
     """Refuse to write over anything, and to continue what is no run."""
     if record is not None:
-        pretrain.check_same(record, folder, job.data, job.request, job.dtype, sourced=job.sourced)
-    elif resume and (not job.sourced or not job.out.is_dir()):
+        pretrain.check_same(record, folder, job.data, job.said, sourced=job.sourced)
+    elif resume and not (job.sourced or job.named_out or job.out.is_dir()):
         raise ConfigError(f"{job.out} holds no run to continue; start one without --resume")
     elif taken := folder.taken():
         model = holds_model(job.out) or taken == pretrain.RECORD
@@ -80,6 +91,30 @@ def _check_folder(job: Job, folder: RunFolder, record: dict[str, Any] | None, *,
             f"{'' if resume or not model else 'continue it with --resume, or '}write elsewhere with -o, "
             "or replace it with --overwrite"
         )
+
+
+def _device(job: Job, record: dict[str, Any] | None) -> torch.device:
+    """The device that was asked for, or that a run to resume was begun on, or the fastest."""
+    begun = None if record is None else record.get("device")
+    if job.device is not None or not isinstance(begun, str):
+        return pick_device(job.device)
+    try:
+        return pick_device(begun)
+    except ConfigError as error:
+        raise ConfigError(f"this run was begun on {begun}, which is not here; name another with --device") from error
+
+
+def _begun_again(job: Job, folder: RunFolder) -> Job:
+    """The job of a run that was killed before its record: from the text that had come through the pipe, if any."""
+    if not job.sourced:
+        if folder.half_read():
+            raise ConfigError(
+                f"{job.out} holds no run to continue: its text came through the pipe in part; pipe it again"
+            )
+        if folder.holds_text():
+            job = replace(job, data=replace(job.data, sources=(), named=stdin.NAME))
+    console.note(f"{job.out} holds no run to continue yet; it begins at the beginning")
+    return job
 
 
 class _Screen:
@@ -96,22 +131,27 @@ class _Screen:
 
     def working(self, what: str, done: int, total: int) -> None:
         share = min(1.0, done / max(1, total))
-        self.progress.show(f"{what:<{console.LABEL_WIDTH}}{console.size(done)} ({share:.0%})", share)
+        self.progress.show(f"{what:<{console.LABEL_WIDTH}}{byte_size(done)} ({share:.0%})", share)
 
 
-def _begin(job: Job, folder: RunFolder, record: dict[str, Any] | None, screen: _Screen) -> Run:
-    """Resume the recorded run where it was saved, or from its beginning; or prepare a new one."""
+def _begin(
+    job: Job, folder: RunFolder, record: dict[str, Any] | None, device: torch.device, screen: _Screen, *, spooled: bool
+) -> Run:
+    """Resume the recorded run where it was saved, or from its beginning; or prepare a new one.
+
+    With `spooled`, piped text that is in the folder is not piped again.
+    """
     data, request, dtype = job.data, job.request, job.dtype
     if record is not None:
-        state = folder.load_state()
+        state = pretrain.saved_state(folder, record)
         if state is not None:
-            return pretrain.resume(folder, record, state, job.device, screen)
+            return pretrain.resume(folder, record, state, device, screen)
         data, request = pretrain.asked(record, folder)
         dtype = record["plan"]["train"]["compute_dtype"]
-    elif not data.sources:
+    elif not data.sources and not (spooled and folder.holds_text()):
         with stdin.piped("text to train on") as source:
             spool(source, folder.incoming_path)
-    return pretrain.prepare(data, request, folder, job.device, dtype, screen)
+    return pretrain.prepare(data, request, folder, device, dtype, screen)
 
 
 def _follow(run: Run, stop: StopRequest) -> None:
@@ -165,13 +205,13 @@ def _conclude(run: Run, folder: RunFolder) -> None:
     if sys.stderr.isatty():
         console.note(terminal_curve(rows, 72, 10))
     bits = "" if score is None else f"{score.bits_per_byte:.3f} bits/byte at step {progress.best_step:,} (best), "
-    memory = console.size(used_memory(run.trainer.device))
+    memory = byte_size(used_memory(run.trainer.device))
     console.fact(
         "done",
         f"{folder.path}: {bits}{console.duration(progress.elapsed)}, {memory} of memory, "
         f"loss curve in {folder.path / 'loss.svg'}",
     )
-    console.fact("next", f'echo "{_opening(run)}" | minigpt generate -m {shlex.quote(str(folder.path))}')
+    console.fact("next", f'echo "{_opening(run)}" | minigpt generate -m {shlex.quote(str(folder.path))}', wrapped=False)
 
 
 def _opening(run: Run) -> str:

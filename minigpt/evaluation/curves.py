@@ -62,13 +62,10 @@ def loss_svg(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def terminal_curve(
-    rows: Iterable[Mapping[str, Any]], width: int = 60, height: int = 10, *, encoding: str = "utf-8"
-) -> str:
+def terminal_curve(rows: Iterable[Mapping[str, Any]], width: int = 60, height: int = 10) -> str:
     """Plot held-out bits per byte (the training loss where there are fewer than two) in `width` x `height` characters.
 
-    Dots of Braille, or asterisks where `encoding` has none. Returns lines that end in a newline; an empty string where
-    nothing was measured.
+    Dots of Braille. Returns lines that end in a newline; an empty string where nothing was measured.
     """
     rows = list(rows)
     points, name = series(rows, "bits_per_byte"), "held-out bits per byte"
@@ -82,11 +79,7 @@ def terminal_curve(
     labels = [f"{high:.2f}", f"{low:.2f}"]
     margin = max(map(len, labels))
     columns, lines = max(1, width - margin - 1), max(2, height - 2)
-    try:
-        "⣿".encode(encoding)
-        plot = _braille(points, columns, lines, low, high)
-    except (UnicodeEncodeError, LookupError):
-        plot = _asterisks(points, columns, lines, low, high)
+    plot = _braille(points, columns, lines, low, high)
     sides = [labels[0], *[""] * (lines - 2), labels[1]]
     plot = [f"{side:>{margin}} {line}".rstrip() for side, line in zip(sides, plot, strict=True)]
     first = f"{points[0][0]:.0f}"
@@ -200,8 +193,3 @@ def _braille(points: Sequence[Point], columns: int, lines: int, low: float, high
     for column, line in _raster(points, 2 * columns, 4 * lines, low, high):
         cells[line // 4][column // 2] |= _BRAILLE[line % 4][column % 2]
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
-
-
-def _asterisks(points: Sequence[Point], columns: int, lines: int, low: float, high: float) -> list[str]:
-    dots = _raster(points, columns, lines, low, high)
-    return ["".join("*" if (column, line) in dots else " " for column in range(columns)) for line in range(lines)]

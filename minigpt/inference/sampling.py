@@ -55,9 +55,13 @@ def keep_likely(logits: Tensor, config: SamplingConfig) -> Tensor:
 
 
 def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
-    """Return the distribution (B, V), float64, that the next token is drawn from; temperature must be above 0."""
+    """Return the distribution (B, V) that the next token is drawn from; temperature must be above 0.
+
+    It is in float64 and on the CPU, since Apple's GPUs have no such type.
+    """
+    exact = logits.cpu().double()
     # The largest logit is taken off first: a tiny temperature then gives 0 and minus infinity, never NaN.
-    scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / config.temperature
+    scaled = (exact - exact.amax(-1, keepdim=True)) / config.temperature
     return keep_likely(scaled, config).softmax(-1)
 
 
@@ -74,5 +78,5 @@ def next_tokens(logits: Tensor, seen: Tensor | None, config: SamplingConfig, str
         logits = penalize(logits, seen, config.repetition_penalty)
     if config.temperature == 0.0:
         return logits.argmax(-1)
-    uniforms = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits.device)
-    return draw(probabilities(logits, config), uniforms)
+    uniforms = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
+    return draw(probabilities(logits, config), uniforms).to(logits.device)

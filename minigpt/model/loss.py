@@ -65,7 +65,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(slope, cast, out=hidden_grad[start : start + rows])
             if weight_grad is not None:
-                weight_grad += torch.mm(slope.t(), h)
+                if h.dtype == torch.float16:
+                    # It ends at 65504, and a chunk's sum is not yet divided by its tokens. In place, since autocast
+                    # would turn the arguments of torch.mm back to half precision.
+                    weight_grad.addmm_(slope.t().float(), h.float())
+                else:
+                    weight_grad += torch.mm(slope.t(), h)
         ctx.save_for_backward(hidden_grad, weight_grad)
         return total
 

@@ -33,7 +33,7 @@ __all__ = ["Corpus", "Scan", "TokenArray", "build", "scan", "training_sample"]
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 26
 _META_NAME = "corpus.json"
-_BATCH_CHARS = 1 << 22
+_BATCH_CHARS = 1 << 20
 _BATCH_PARTS = 1 << 12
 # What a killed run left behind is cleared once nobody can be writing to it any more.
 _STALE_SECONDS = 3600.0

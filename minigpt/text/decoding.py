@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -73,6 +73,30 @@ def writing(path: Path) -> Iterator[None]:
         raise DataError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
         ) from error
+
+
+def part_path(path: Path) -> Path:
+    """Where a file is written until it is complete."""
+    return path.with_name(path.name + ".part")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears as ``path`` when it is complete and on the disk; until then the old one is there.
+
+    Errors: DataError when it cannot be written.
+    """
+    part = part_path(path)
+    try:
+        with writing(path):
+            with open(part, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+    finally:
+        with suppress(OSError):  # renamed, or never there
+            part.unlink()
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
@@ -219,19 +243,11 @@ def spool(stream: BinaryIO, path: Path) -> int:
     The file appears under its name only when it is complete, so an interrupted copy is never taken for a corpus.
     Errors: DataError when nothing came through, or when the file cannot be written.
     """
-    part = path.with_name(path.name + ".part")
     size = 0
-    try:
-        with writing(path), open(part, "wb") as target:
-            while block := stream.read(BLOCK_BYTES):
-                target.write(block)
-                size += len(block)
-            target.flush()
-            os.fsync(target.fileno())
+    with replacing(path) as target:
+        while block := stream.read(BLOCK_BYTES):
+            target.write(block)
+            size += len(block)
         if not size:
             raise DataError("stdin: no text came through the pipe; check the command before it, or name files instead")
-        with writing(path):
-            os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
     return size

@@ -23,7 +23,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from minigpt.errors import ConfigError, DataError, ModelFolderError
-from minigpt.text.decoding import replace_surrogates, writing
+from minigpt.text.decoding import replace_surrogates, replacing, writing
 from minigpt.text.pieces import END_OF_TEXT, cut
 
 __all__ = ["END_OF_TEXT", "IM_END", "IM_START", "PAD", "PATTERN", "SPECIAL_TOKENS", "StreamDecoder", "Tokenizer"]
@@ -147,9 +147,9 @@ class Tokenizer:
             end_ids += [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
         try:
             return cls(Backend.from_str(json.dumps(source)), config, end_ids)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of the Rust library is a BaseException
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # that is a Rust panic
+                raise
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise ModelFolderError(f"{path}: not a tokenizer that can be used ({reason}); copy it again") from error
 
@@ -157,18 +157,19 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, which ``transformers`` opens too.
 
         ``extra`` goes into tokenizer_config.json (``model_max_length``, ``chat_template``). Errors: DataError when the
-        files cannot be written.
+        files cannot be written; each is then the old one, whole.
         """
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config["eos_token"] = self._backend.id_to_token(self.end_ids[0])
         # Names of code to run do not leave with the tokenizer.
         config |= {key: value for key, value in self._config.items() if key != "auto_map"}
         config |= {"clean_up_tokenization_spaces": False, **(extra or {})}
+        texts = {"tokenizer.json": self._backend.to_str(pretty=True), "tokenizer_config.json": _dump(config)}
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            texts = {"tokenizer.json": self._backend.to_str(pretty=True), "tokenizer_config.json": _dump(config)}
-            for name, text in texts.items():
-                (folder / name).write_text(text + "\n", encoding="utf-8", newline="")
+        for name, text in texts.items():
+            with replacing(folder / name) as file:
+                file.write(f"{text}\n".encode())
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, without anything before or after it.

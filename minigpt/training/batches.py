@@ -39,8 +39,24 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move to a device."""
-        documents = None if self.documents is None else self.documents.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+        documents = None if self.documents is None else _moved(self.documents, device)
+        return Batch(_moved(self.tokens, device), _moved(self.targets, device), documents)
+
+
+def check_length(tokens: int, context: int) -> None:
+    """Refuse a training text shorter than one window and the token after it: a DataError."""
+    if tokens < context + 1:
+        raise DataError(
+            f"the training text has {tokens:,} tokens, fewer than one window of {context} + 1; "
+            "give more text or a smaller --context"
+        )
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor; to a GPU through pinned memory, so that the program need not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class CorpusBatches:
@@ -51,11 +67,7 @@ class CorpusBatches:
     """
 
     def __init__(self, tokens: TokenReader, *, context: int, batch_size: int, seed: int) -> None:
-        if len(tokens) < context + 1:
-            raise DataError(
-                f"the training text has {len(tokens):,} tokens, fewer than one window of {context} + 1; "
-                "give more text or a smaller --context"
-            )
+        check_length(len(tokens), context)
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.windows = (len(tokens) - 1) // context
         self._epoch: int | None = None

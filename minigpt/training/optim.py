@@ -13,6 +13,10 @@ from minigpt.training.muon import Muon
 
 MUON_MOMENTUM = 0.95
 EMBEDDING_RATE = 2.0
+STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # what each keeps for a parameter
+    Muon: ("momentum_buffer",),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+}
 
 
 def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -68,12 +72,24 @@ def optimizer_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer])
 
 
 def restore_optimizers(model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put the states saved by `optimizer_tensors` back."""
-    weights = dict(model.named_parameters())
-    owner = {id(w): o for o in optimizers for group in o.param_groups for w in group["params"]}
-    for full, value in tensors.items():
-        if not full.startswith("optimizer."):
-            continue
-        name, key = full.removeprefix("optimizer.").rsplit(".", 1)
-        weight = weights[name]
-        owner[id(weight)].state[weight][key] = value.to(weight.device)
+    """Put copies of the states saved by `optimizer_tensors` back: that of every parameter, or none before a first step.
+
+    States that are missing, unknown or of another shape are a ValueError.
+    """
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    places = {
+        f"optimizer.{names[id(weight)]}.{key}": (optimizer, weight, key)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        for key in STATE[type(optimizer)]
+    }
+    saved = {name for name in tensors if name.startswith("optimizer.")}
+    if saved and saved != places.keys():
+        raise ValueError(f"{min(saved ^ places.keys())} is missing or unknown")
+    for name in saved:
+        optimizer, weight, key = places[name]
+        if tensors[name].shape != (() if key == "step" else weight.shape):
+            raise ValueError(f"{name} has another shape")
+        # A copy: what was read may be a map of the file that the next save replaces.
+        optimizer.state[weight][key] = tensors[name].to(weight.device, copy=True)

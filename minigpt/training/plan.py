@@ -18,9 +18,10 @@ from minigpt.config import (
     from_mapping,
     preset_config,
 )
-from minigpt.errors import ConfigError, DataError
+from minigpt.errors import ConfigError
 from minigpt.model.size import flops_per_token, parameters, training_bytes
 from minigpt.text.tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
+from minigpt.training.batches import check_length
 
 MIN_STEP_TOKENS = 1_024
 MAX_STEP_TOKENS = 524_288
@@ -193,20 +194,11 @@ def make_plan(
     model_why: str,
     train_tokens: int,
     machine: Machine,
-    measure: Callable[[ModelConfig, int], float],
+    measure: Callable[[ModelConfig, int, int], float],
 ) -> Plan:
-    """Choose batch, rate and number of steps; `measure(model, rows)` gives the training speed in tokens/s."""
+    """Choose batch, rate and number of steps; `measure(model, rows, context)` gives the training speed in tokens/s."""
     context = int(request.train.get("context", model.max_position_embeddings))
-    if context > model.max_position_embeddings:
-        raise ConfigError(
-            f"train.context is {context:,}, more than the model's context of {model.max_position_embeddings:,}; "
-            "give a larger --context"
-        )
-    if train_tokens < context + 1:
-        raise DataError(
-            f"the training text has {train_tokens:,} tokens, fewer than one window of {context} + 1; "
-            "give more text or a smaller --context"
-        )
+    check_window(context, model, train_tokens)
     seen = _budget_tokens(request, model, train_tokens, machine)
     batch_size = int(request.train.get("batch_size") or _batch_size(seen, context, train_tokens))
     micro = int(request.train.get("micro_batch_size") or _micro_batch(model, batch_size, context, machine))
@@ -217,15 +209,15 @@ def make_plan(
         steps = max(1, round(seen / (batch_size * context)))
     else:
         seconds = 60 * (request.minutes or machine.default_minutes)
-        steps = max(1, int(seconds * measure(model, micro) / (batch_size * context) / (1 + EVALUATION_SHARE)))
-    width = model.hidden_size
+        speed = measure(model, micro, context)
+        steps = max(1, int(seconds * speed / (batch_size * context) / (1 + EVALUATION_SHARE)))
     values: dict[str, Any] = {
         "total_steps": steps,
         "batch_size": batch_size,
         "micro_batch_size": micro,
         "context": context,
         "seed": request.seed,
-        "learning_rate": round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / width), 6),
+        "learning_rate": round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / model.hidden_size), 6),
         "warmup_steps": max(1, min(200, steps // 30)),
         "eval_every": max(1, math.ceil(steps / EVALUATIONS)),
         "compute_dtype": machine.compute_dtype,
@@ -237,6 +229,16 @@ def make_plan(
     return Plan(model=model, train=config, seconds=seconds, validation_tokens=tokens, why=why)
 
 
+def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:
+    """Refuse windows longer than the model's context, or than the text."""
+    if context > model.max_position_embeddings:
+        raise ConfigError(
+            f"train.context is {context:,}, more than the model's context of {model.max_position_embeddings:,}; "
+            "give a larger --context"
+        )
+    check_length(train_tokens, context)
+
+
 def _batch_size(tokens: float, context: int, train_tokens: int) -> int:
     """Rows a step: a power of two of tokens that leaves enough steps, and no more than the corpus holds."""
     wanted = int(2 ** round(math.log2(max(1.0, tokens / STEPS_WANTED))))
@@ -245,11 +247,22 @@ def _batch_size(tokens: float, context: int, train_tokens: int) -> int:
 
 
 def _micro_batch(model: ModelConfig, batch_size: int, context: int, machine: Machine) -> int:
-    """Halve the rows until one pass fits into the share of free memory that a run may take."""
-    rows = batch_size
-    limit = FREE_MEMORY_SHARE * machine.free_memory
-    while rows > 1 and training_bytes(model, rows, context, machine.compute_dtype, device=machine.device_type) > limit:
+    """Halve the rows until one pass fits into the share of free memory that a run may take.
+
+    A single row that does not is refused on a CPU; a GPU has the last word itself.
+    """
+    rows, limit = batch_size, FREE_MEMORY_SHARE * machine.free_memory
+
+    def need(rows: int) -> int:
+        return training_bytes(model, rows, context, machine.compute_dtype, device=machine.device_type)
+
+    while rows > 1 and need(rows) > limit:
         rows = math.ceil(rows / 2)
+    if need(rows) > limit and machine.device_type == "cpu":
+        raise ConfigError(
+            f"training this model takes about {need(rows) / 1e9:.1f} GB, and a run may take {limit / 1e9:.1f} GB here "
+            f"({FREE_MEMORY_SHARE:.0%} of what is free); choose a smaller --preset or --context"
+        )
     return rows
 
 

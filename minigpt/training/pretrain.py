@@ -31,9 +31,11 @@ from minigpt.training.objectives import NextToken
 from minigpt.training.plan import EVALUATIONS, Plan, Request, choose_model, make_plan, vocabulary_size
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Trainer
+from minigpt.units import byte_size
 
 RECORD = "minigpt.json"
 FINAL_TOKENS = 1 << 16  # held-out tokens that are scored at the end, however short the run
+UNCLEARED = "uncleared"  # in the record as long as something of an earlier run may lie in the folder
 MADE_BY = "train"
 MAX_SAMPLE_MEGABYTES = 100_000.0
 CACHE = Path(".cache") / "corpus"  # beside the output folder, shared by the runs there
@@ -117,13 +119,15 @@ def prepare(
         model_why=why,
         train_tokens=len(corpus.train),
         machine=machine,
-        measure=lambda shape, rows: probe.training_speed(shape, rows, device, compute),
+        measure=lambda shape, rows, context: probe.training_speed(
+            shape, rows, device, compute, context=context, optimizer=request.train.get("optimizer", "muon")
+        ),
     )
-    CorpusBatches(corpus.train, context=plan.train.context, batch_size=1, seed=0)  # refuses a text that is too short
     _describe(plan, device, report)
-    record = _record(data, request, found, tokenizer, corpus, plan)
-    folder.clear(keep_text=not data.sources)
-    write_json(folder.path / RECORD, record)  # before the rest: from here on the run can be continued
+    record = _record(data, request, found, tokenizer, corpus, plan) | {"device": device.type}
+    keep_text = not data.sources or folder.taken() is None  # what an old run did not leave is not ours to remove
+    write_json(folder.path / RECORD, record | {UNCLEARED: True})  # first: from here on the run can be begun again
+    folder.clear(keep_text=keep_text)
     save_description(folder.path, model, tokenizer, record)
     gpt = GPT(model)
     gpt.initialize(torch.Generator().manual_seed(request.seed))
@@ -142,10 +146,12 @@ def resume(
     tokenizer = Tokenizer.load(folder.path)
     corpus = _recorded_corpus(record, tokenizer, folder, report)
     where = str(folder.path / RECORD)
-    with _understanding(folder):
+    with _understanding(folder.state_path):
+        train = from_mapping(TrainConfig, saved["config"], str(folder.state_path))
+    with _understanding(folder.path / RECORD):
         plan = Plan(
             model=from_mapping(ModelConfig, record["plan"]["model"], where),
-            train=from_mapping(TrainConfig, saved["config"], where),
+            train=train,
             seconds=record["plan"]["seconds"],
             validation_tokens=record["plan"]["validation_tokens"],
             why=record["plan"]["why"],
@@ -159,6 +165,24 @@ def resume(
     return run
 
 
+def check_sources(data: DataRequest, folder: RunFolder) -> None:
+    """Refuse sources that are not there, or that a run in this folder would write over: a DataError."""
+    folder.check_sources(find_files(data.sources))
+
+
+def saved_state(folder: RunFolder, record: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return what a recorded run saved, or None when it never got to its first save."""
+    return None if UNCLEARED in record else folder.load_state()
+
+
+def drop_unused_text(folder: RunFolder) -> None:
+    """Remove piped text that came to nothing, where the folder is still an old run's; else --resume begins with it."""
+    with suppress(ModelFolderError):
+        if folder.taken() is None or UNCLEARED in (recorded(folder) or {}):
+            return
+    folder.incoming_path.unlink(missing_ok=True)
+
+
 def recorded(folder: RunFolder) -> dict[str, Any] | None:
     """Return the record of the training run in a folder, or None where there is none."""
     path = folder.path / RECORD
@@ -168,20 +192,19 @@ def recorded(folder: RunFolder) -> dict[str, Any] | None:
 
 def asked(record: dict[str, Any], folder: RunFolder) -> tuple[DataRequest, Request]:
     """Return what a recorded run was begun with."""
-    with _understanding(folder):
+    with _understanding(folder.path / RECORD):
         data = DataRequest(**record["data"] | {"sources": tuple(record["data"]["sources"])})
         return data, Request(**record["request"])
 
 
 @contextmanager
-def _understanding(folder: RunFolder) -> Iterator[None]:
+def _understanding(path: Path) -> Iterator[None]:
     """Turn a record that lacks something, or holds something else, into one line."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelFolderError(
-            f"{folder.path / RECORD} is not the record of a run that can be continued ({error}); "
-            "start again with --overwrite"
+            f"{path} is not the record of a run that can be continued ({error}); start again with --overwrite"
         ) from error
 
 
@@ -189,25 +212,20 @@ def check_same(
     record: dict[str, Any],
     folder: RunFolder,
     data: DataRequest,
-    request: Request,
-    dtype: DTypeName | None,
+    said: dict[str, Any],
     *,
     sourced: bool,
 ) -> None:
-    """Refuse to resume with another source, if one was named, or other settings than the run was begun with."""
+    """Refuse to resume with another source, if one was named, or other settings, if said, than the run began with."""
     begun_data, begun = asked(record, folder)
     if sourced and data.sources != begun_data.sources:
         raise ConfigError(
             f"this run was begun with {begun_data.named}, not {data.named}; leave the source out to continue it, "
             "or write elsewhere with -o"
         )
-    with _understanding(folder):
+    with _understanding(folder.path / RECORD):
         before = record["plan"]["model"] | record["plan"]["train"] | asdict(begun_data)
         before |= {name: value for name, value in asdict(begun).items() if value is not None}
-    said = _said(data, DataRequest(sources=data.sources, named=data.named)) | _said(request, Request())
-    said |= {**said.pop("model", {}), **said.pop("train", {})}
-    if dtype is not None:
-        said["compute_dtype"] = dtype
     for name, value in said.items():
         if before.get(name) != value:
             then = f"{name} {before[name]}" if before.get(name) is not None else f"no {name}"
@@ -215,11 +233,6 @@ def check_same(
                 f"this run was begun with {then}, not {value}; leave it out to continue as it was, "
                 "or write elsewhere with -o"
             )
-
-
-def _said(request: DataRequest | Request, plain: DataRequest | Request) -> dict[str, Any]:
-    """What differs from what stands when nothing is said."""
-    return {name: value for name, value in asdict(request).items() if value != asdict(plain)[name]}
 
 
 def finish(run: Run, folder: RunFolder, score: Score | None) -> None:
@@ -266,7 +279,7 @@ def _read(data: DataRequest, folder: RunFolder, report: Reporter) -> Scan:
         val_fraction=data.val_fraction,
         progress=lambda done: report.working("reading", done, total),
     )
-    parts = [data.named, _bytes(found.bytes), f"{found.documents:,} document{'s' if found.documents != 1 else ''}"]
+    parts = [data.named, byte_size(found.bytes), f"{found.documents:,} document{'s' if found.documents != 1 else ''}"]
     if found.duplicates:
         parts.append(f"{found.duplicates:,} duplicates dropped")
     if found.too_short:
@@ -314,7 +327,7 @@ def _corpus(found: Scan, tokenizer: Tokenizer, folder: RunFolder, report: Report
 
 def _recorded_corpus(record: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, report: Reporter) -> Corpus:
     """Open the run's corpus; where its cache is gone, make it again from the same text."""
-    with _understanding(folder):
+    with _understanding(folder.path / RECORD):
         name, digest = record["corpus"]["cache"], record["corpus"]["digest"]
     with suppress(DataError):  # gone or damaged: made again
         return Corpus.load(folder.path.parent / CACHE / name)
@@ -340,7 +353,7 @@ def _describe(plan: Plan, device: torch.device, report: Reporter) -> None:
         model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer, device=device.type
     )
     rows = "" if train.micro_batch_size == train.batch_size else f", micro-batches of {train.micro_batch_size}"
-    report.fact("memory", f"about {_bytes(need)} of {_bytes(probe.total_memory(device))}{rows}")
+    report.fact("memory", f"about {byte_size(need)} of {byte_size(probe.total_memory(device))}{rows}")
 
 
 def _record(
@@ -369,10 +382,3 @@ def _record(
             "why": plan.why,
         },
     }
-
-
-def _bytes(count: float) -> str:
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} bytes"

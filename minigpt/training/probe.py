@@ -7,7 +7,8 @@ import time
 import psutil
 import torch
 
-from minigpt.config import DTypeName, ModelConfig, TrainConfig, preset_config
+from minigpt.config import DTypeName, ModelConfig, OptimizerName, TrainConfig, preset_config
+from minigpt.errors import TrainingError
 from minigpt.model.size import flops_per_token
 from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch
@@ -41,23 +42,50 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def training_speed(
-    model: ModelConfig, rows: int, device: torch.device, dtype: DTypeName, seconds: float = PROBE_SECONDS
+    model: ModelConfig,
+    rows: int,
+    device: torch.device,
+    dtype: DTypeName,
+    seconds: float = PROBE_SECONDS,
+    *,
+    context: int | None = None,
+    optimizer: OptimizerName = "muon",
 ) -> float:
-    """Return tokens/s of whole training steps on a throwaway model; the random state is left as it was."""
-    context = model.max_position_embeddings
-    config = TrainConfig(
-        total_steps=1, batch_size=rows, micro_batch_size=rows, context=context, seed=0, learning_rate=1e-4,
-        warmup_steps=0, optimizer="muon", compute_dtype=dtype,
-    )  # fmt: skip
+    """Return tokens/s of whole training steps of `rows` windows, by default of the model's context, or of fewer rows
+    where memory holds no more.
+
+    The model is a throwaway one; the random state and a GPU's memory are left as they were. When not even one row fits
+    it is a TrainingError.
+    """
+    context = context or model.max_position_embeddings
+    while True:
+        config = TrainConfig(
+            total_steps=1, batch_size=rows, micro_batch_size=rows, context=context, seed=0, learning_rate=1e-4,
+            warmup_steps=0, optimizer=optimizer, compute_dtype=dtype,
+        )  # fmt: skip
+        try:
+            return _tokens_per_second(model, config, device, seconds)
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise TrainingError("out of memory with a single row; choose a smaller --context or --preset") from None
+        finally:  # after the except clause, which holds on to the failed step's tensors
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+        rows //= 2
+
+
+def _tokens_per_second(model: ModelConfig, config: TrainConfig, device: torch.device, seconds: float) -> float:
+    dtype = getattr(torch, config.compute_dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         gpt = GPT(model)
         gpt.initialize(torch.Generator().manual_seed(0))
         gpt.to(device).train()
         optimizers = make_optimizers(gpt, config)
-        tokens = torch.randint(0, model.vocab_size, (rows, context), device=device)
+        tokens = torch.randint(0, model.vocab_size, (config.batch_size, config.context), device=device)
         steps, started = -1, 0.0
         while steps < 1 or time.perf_counter() - started < seconds:
-            with torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                 loss = NextToken().loss_sum(gpt, Batch(tokens, tokens)) / tokens.numel()
             torch.autograd.backward(loss)
             for optimizer in optimizers:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from minigpt.checkpoint import files
 from minigpt.checkpoint.folder import WEIGHTS
-from minigpt.errors import TrainingError
+from minigpt.errors import DataError, TrainingError
+from minigpt.text.decoding import part_path
 
 MADE = (
     "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl", "minigpt.json", WEIGHTS,
     "stdin.txt", "tokenizer.json", "tokenizer_config.json",
 )  # fmt: skip
+OURS = (*MADE, ".stdin.txt", ".stdin.txt.part", ".lock")  # and what is there only while a run begins
 
 
 class RunFolder:
@@ -35,12 +38,17 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self._lock = filelock.FileLock(path / ".lock")
 
-    def lock(self) -> None:
-        """Keep other runs out until this process ends; a folder in use is a TrainingError."""
+    def lock(self, *, keep_incoming: bool = False) -> None:
+        """Keep other runs out until this process ends, and drop text that a killed run left, unless it is to be used.
+
+        A folder in use is a TrainingError.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            self.incoming_path.unlink(missing_ok=True)  # of a run that was killed
+            part_path(self.incoming_path).unlink(missing_ok=True)
+            if not keep_incoming:
+                self.incoming_path.unlink(missing_ok=True)
         except filelock.Timeout as error:
             raise TrainingError(
                 f"{self.path} is in use by another run; wait for it, or write elsewhere with -o"
@@ -53,17 +61,38 @@ class RunFolder:
         self._lock.release()
 
     def taken(self) -> str | None:
-        """Name something in the folder that a new run would replace, or None."""
-        return next((name for name in MADE if (self.path / name).exists()), None)
+        """Name something in the folder that a new run would replace, or None.
+
+        Piped text alone does not count: a run that was killed as it began leaves it.
+        """
+        return next((name for name in MADE if name != self.text_path.name and (self.path / name).exists()), None)
+
+    def holds_text(self) -> bool:
+        """Tell whether piped text is here, whole."""
+        return self.incoming_path.exists() or self.text_path.exists()
+
+    def half_read(self) -> bool:
+        """Tell whether a run was killed while its text came through the pipe, and there is none whole."""
+        return part_path(self.incoming_path).exists() and not self.holds_text()
+
+    def check_sources(self, sources: Sequence[Path]) -> None:
+        """Refuse to train on what a new run here removes or writes over: a DataError."""
+        here = self.path.resolve()
+        for source in sources:
+            file = source.resolve()
+            if file != here and file.is_relative_to(here) and file.relative_to(here).parts[0] in OURS:
+                raise DataError(f"{source}: a run in {self.path} would write over this text; write elsewhere with -o")
 
     def clear(self, *, keep_text: bool) -> None:
-        """Remove what an earlier run left, so that nothing of it mixes with a new one; incoming text is kept."""
-        (self.path / "minigpt.json").unlink(missing_ok=True)  # first: the rest is no run without it
+        """Remove what an earlier run left but its record, so that nothing of it mixes with a new one.
+
+        Incoming text is kept.
+        """
+        if self.incoming_path.exists():
+            os.replace(self.incoming_path, self.text_path)
         shutil.rmtree(self.path / "last", ignore_errors=True)
         for name in (WEIGHTS, "metrics.jsonl", "loss.svg", *(() if keep_text else ("stdin.txt",))):
             (self.path / name).unlink(missing_ok=True)
-        if self.incoming_path.exists():
-            os.replace(self.incoming_path, self.text_path)
 
     def save_state(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Write all that resuming needs as one file, in one atomic step."""
@@ -90,6 +119,12 @@ class RunFolder:
                 f"cannot write {self.metrics_path}: {error.strerror}; "
                 f"the last good state is in {self.state_path.parent}"
             ) from error
+
+    def flush_metrics(self) -> None:
+        """Bring metrics.jsonl to the disk, so that no state is there before the rows that lead to it."""
+        if self.metrics_path.exists():
+            with open(self.metrics_path, "rb+") as file:
+                os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; a last line cut short by a kill is left out."""

@@ -154,6 +154,8 @@ class Trainer:
         progress.step += 1
         now = time.monotonic()
         progress.elapsed = now - self._began
+        if not math.isfinite(norm):
+            yield Warned(f"step {progress.step}: the gradient overflowed float16; skipped")
         rate = batch.tokens.numel() / max(now - started, 1e-9)
         event = StepDone(
             progress.step, progress.total_steps, loss, config.learning_rate * factor, norm, rate, progress.elapsed
@@ -184,13 +186,13 @@ class Trainer:
     def _accumulate(self, batch: Batch) -> float:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        weight, total = self.objective.weight(batch), 0.0
+        weight, total = self.objective.weight(batch), torch.zeros((), device=self.device)
         for micro in batch.split(self.progress.micro_batch_size):
             with self._autocast():
                 loss = self.objective.loss_sum(self.model, micro.to(self.device)) / weight
             torch.autograd.backward(self.scaler.scale(loss))
-            total += loss.item()
-        return total
+            total += loss.detach()
+        return total.item()  # once a step: a GPU must be done with everything before it can answer
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.compute_dtype == "float32":
@@ -198,19 +200,23 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.config.compute_dtype))
 
     def _update(self, loss: float) -> float:
-        """Clip and apply the gradients; one that is no number ends the run before it spoils the weights."""
+        """Clip and apply the gradients; one that is no number ends the run before it spoils the weights.
+
+        Under float16 it may only mean that the scale is too large: no optimizer takes the step, and the scale shrinks.
+        """
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(norm) else None
-        if broken == "loss" or (broken and not self.scaler.is_enabled()):
+        if broken == "loss" or (broken and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0)):
             value = "NaN" if math.isnan(loss if broken == "loss" else norm) else "infinite"
             raise TrainingError(
                 f"the {broken} became {value} at step {self.progress.step + 1}; the last good state is in "
                 f"{self.folder.state_path.parent} (step {self._saved_step}); try a lower --lr"
             )
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+        if not broken:
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
         self.scaler.update()
         return norm
 
@@ -221,13 +227,15 @@ class Trainer:
             save_weights(self.folder.path, self.model)
             progress.best_step = progress.step
             return
-        score = self.validate(self.model)
-        is_best = progress.best_bits_per_byte is None or score.bits_per_byte < progress.best_bits_per_byte
+        with self._autocast():  # the plan counts on the speed of training
+            score = self.validate(self.model)
+        finite, best = math.isfinite(score.nats), progress.best_bits_per_byte
+        is_best = finite and (best is None or score.bits_per_byte < best)
         if is_best:
             progress.best_step, progress.best_bits_per_byte = progress.step, score.bits_per_byte
             save_weights(self.folder.path, self.model)
-        row = {"step": progress.step, "held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte}
-        self.folder.append_metrics(row)
+        row = {"held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte}
+        self.folder.append_metrics({"step": progress.step} | (row if finite else dict.fromkeys(row)))
         yield Evaluated(progress.step, score, is_best)
 
     def _correct_plan(self) -> None:
@@ -244,46 +252,75 @@ class Trainer:
         self.progress.elapsed = started - self._began
         tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in self.model.named_parameters()}
         tensors |= optimizer_tensors(self.model, self.optimizers)
-        tensors["random.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors |= _random_states(self.device)
         record = {
             "progress": asdict(self.progress),
             "config": asdict(self.config),
             "seconds": self.seconds,
             "scaler": self.scaler.state_dict(),
-            "environment": environment(),
+            "environment": environment(self.device),
         }
+        self.folder.flush_metrics()
         self.folder.save_state(tensors, record)
         self._saved_step, self._saved_at = self.progress.step, time.monotonic()
         self._save_took = self._saved_at - started
 
     def restore(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> list[str]:
-        """Take up a saved state; returns what differs from the machine that saved it."""
+        """Take up a saved state; returns what differs from the machine that saved it.
+
+        A state of another model, or one that lacks something, is a TrainingError.
+        """
         weights = {f"model.{name}": weight for name, weight in self.model.named_parameters()}
         if any(name not in tensors or tensors[name].shape != weight.shape for name, weight in weights.items()):
             raise TrainingError(f"{self.folder.state_path} does not fit this run's model; start again with --overwrite")
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(tensors[name])
-        restore_optimizers(self.model, self.optimizers, tensors)
-        torch.set_rng_state(tensors["random.cpu"])
-        if self.device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
-        self.scaler.load_state_dict(record["scaler"])
-        self.progress = replace(Progress(), **record["progress"])
+        try:
+            self._restore_rest(tensors, record)
+            now, then = environment(self.device), dict(record["environment"])
+        except torch.OutOfMemoryError:
+            raise
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise TrainingError(
+                f"{self.folder.state_path} does not fit this run's state; start again with --overwrite"
+            ) from error
         self.folder.rewind_metrics(self.progress.step)
-        now, then = environment(), record["environment"]
         return [
             f"{name} was {then.get(name)} when this run was saved and is {value} now; it will not be bit-equal"
             for name, value in now.items()
             if then.get(name) != value
         ]
 
+    def _restore_rest(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """Take up all but the weights: progress, optimizers, random states and the scale of float16."""
+        self.progress = replace(Progress(), **record["progress"])
+        restore_optimizers(self.model, self.optimizers, tensors)
+        begun = any(optimizer.state for optimizer in self.optimizers)
+        if self.progress.step > 0 and not begun and not self.scaler.is_enabled():  # which may have skipped every step
+            raise ValueError("no state of an optimizer after the first step")
+        self.scaler.load_state_dict(record["scaler"])
+        torch.set_rng_state(tensors["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
+        if self.device.type == "mps" and "random.mps" in tensors:
+            torch.mps.set_rng_state(tensors["random.mps"])
 
-def environment() -> dict[str, Any]:
-    """What bit-equality on a CPU depends on."""
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random streams that dropout draws from."""
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["random.mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What bit-equality depends on."""
     return {
+        "device": device.type,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
