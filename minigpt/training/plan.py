@@ -164,7 +164,7 @@ def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Mac
     """Tell whether a model is worth its size: enough tokens in the budget, and enough text not to learn by heart."""
     size = parameters(config)
     seen = _budget_tokens(request, config, train_tokens, machine)
-    wanted = size * min(20.0, max(3.0, 3.0 * math.sqrt(size / 1e6)))
+    wanted = size * min(20.0, max(1.0, math.sqrt(size / 1e6)))
     memory = training_bytes(
         config, 1, config.max_position_embeddings, machine.compute_dtype, device=machine.device_type
     )
@@ -241,7 +241,7 @@ def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:
 
 def _batch_size(tokens: float, context: int, train_tokens: int) -> int:
     """Rows a step: a power of two of tokens that leaves enough steps, and no more than the corpus holds."""
-    wanted = int(2 ** round(math.log2(max(1.0, tokens / STEPS_WANTED))))
+    wanted = int(2 ** math.floor(math.log2(max(1.0, tokens / STEPS_WANTED))))
     step_tokens = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, wanted))
     return max(1, min(step_tokens // context, (train_tokens - 1) // context))
 
