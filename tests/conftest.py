@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 # Before torch is imported: threads that spin take a second core from whatever else runs here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Ctrl-C is ignored in what a shell starts in the background, and in all that this starts; the tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
