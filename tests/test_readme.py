@@ -47,6 +47,7 @@ def test_the_readme_shows_every_command() -> None:
         assert f"minigpt {name}" in text
 
 
+@pytest.mark.slow
 def test_its_commands_run_one_after_the_other(folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for command in commands():
