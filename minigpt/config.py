@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from minigpt.errors import ConfigError
 
-ArchitectureName = Literal["qwen3", "llama", "gpt2", "transformer-2017"]
+ArchitectureName = Literal["qwen3", "llama", "qwen2", "mistral", "gpt2", "transformer-2017"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "linear"]
 OptimizerName = Literal["adamw", "muon"]
 PresetName = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "large", "xl"]
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 T = TypeVar("T")
 
@@ -26,31 +28,59 @@ class Architecture:
     norm: Literal["rms", "layer"]
     norm_first: bool
     mlp: Literal["swiglu", "gelu", "relu"]
-    bias: bool
+    bias: Literal["none", "qkv", "all"]
     qk_norm: bool
     scale_embedding: bool
 
 
+_LLAMA = Architecture(
+    positions="rotary", norm="rms", norm_first=True, mlp="swiglu", bias="none", qk_norm=False, scale_embedding=False
+)
 ARCHITECTURES: dict[str, Architecture] = {
-    "qwen3": Architecture(
-        positions="rotary", norm="rms", norm_first=True, mlp="swiglu", bias=False, qk_norm=True, scale_embedding=False
-    ),
-    "llama": Architecture(
-        positions="rotary", norm="rms", norm_first=True, mlp="swiglu", bias=False, qk_norm=False, scale_embedding=False
-    ),
+    "qwen3": replace(_LLAMA, qk_norm=True),
+    "llama": _LLAMA,
+    "qwen2": replace(_LLAMA, bias="qkv"),
+    "mistral": _LLAMA,  # with a sliding window, where the config gives one
     "gpt2": Architecture(
-        positions="learned", norm="layer", norm_first=True, mlp="gelu", bias=True, qk_norm=False, scale_embedding=False
+        positions="learned", norm="layer", norm_first=True, mlp="gelu", bias="all", qk_norm=False, scale_embedding=False
     ),
     "transformer-2017": Architecture(
         positions="sinusoidal",
         norm="layer",
         norm_first=False,
         mlp="relu",
-        bias=True,
+        bias="all",
         qk_norm=False,
         scale_embedding=True,
     ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are slowed down to reach further than they were trained for.
+
+    `linear` divides every frequency by `factor` (Chen et al. 2023, "Extending Context Window …"). `llama3` (Llama 3.1)
+    divides those alone that turn fewer than `low_freq_factor` times in `original_max_position_embeddings` tokens, keeps
+    those that turn more than `high_freq_factor` times, and goes over smoothly between; `linear` knows none of these.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        check_choice("rope_scaling kind", self.kind, ("linear", "llama3"))
+        _check_range("rope_scaling factor", self.factor, 1.0, math.inf, end=False)
+        _check_range("low_freq_factor", self.low_freq_factor, 0.0, math.inf, start=False, end=False)
+        _check_range("high_freq_factor", self.high_freq_factor, 0.0, math.inf, start=False, end=False)
+        _check_int("original_max_position_embeddings", self.original_max_position_embeddings, least=1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor {self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +97,8 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     dropout: float = 0.0
@@ -84,6 +116,19 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             _check_int(name, getattr(self, name), least=1)
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ConfigError(f"tie_word_embeddings is {self.tie_word_embeddings!r}; it must be true or false")
+        _check_range("rope_theta", self.rope_theta, 1.0, math.inf, end=False)
+        _check_range("norm_eps", self.norm_eps, 0.0, 1.0)
+        _check_range("dropout", self.dropout, 0.0, 0.99)
+        if self.sliding_window is not None:
+            _check_int("sliding_window", self.sliding_window, least=1)
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ConfigError(f"rope_scaling is {self.rope_scaling!r}; it must be a table with kind and factor")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that are possible one by one, but not with each other."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -102,16 +147,20 @@ class ModelConfig:
                 f"(got {self.num_key_value_heads} of {self.num_attention_heads} heads, "
                 f"{self.head_dim} x {self.num_attention_heads} and {self.hidden_size})"
             )
-        if not isinstance(self.tie_word_embeddings, bool):
-            raise ConfigError(f"tie_word_embeddings is {self.tie_word_embeddings!r}; it must be true or false")
-        _check_range("rope_theta", self.rope_theta, 1.0, math.inf, end=False)
-        _check_range("norm_eps", self.norm_eps, 0.0, 1.0)
-        _check_range("dropout", self.dropout, 0.0, 0.99)
+        if self.sliding_window is not None and self.architecture != "mistral":
+            raise ConfigError(f"sliding_window is {self.sliding_window}; only architecture mistral has one")
+        if self.rope_scaling is not None and self.traits.positions != "rotary":
+            raise ConfigError(f"rope_scaling needs rotary positions; architecture {self.architecture} has others")
 
     @property
     def traits(self) -> Architecture:
         """What the architecture's name stands for."""
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def window(self) -> int:
+        """How many tokens a token sees, itself among them."""
+        return min(self.sliding_window or self.max_position_embeddings, self.max_position_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +195,6 @@ def preset_config(
     check_choice("architecture", architecture, ARCHITECTURES)
     preset = PRESETS[name]
     traits = ARCHITECTURES[architecture]
-    grouped = architecture in ("qwen3", "llama")
     # Three matrices of 8/3 C hold as many weights as two of 4 C (Shazeer 2020, "GLU Variants Improve Transformer").
     width = 32 * math.ceil(preset.hidden * 8 / 3 / 32) if traits.mlp == "swiglu" else 4 * preset.hidden
     return ModelConfig(
@@ -155,7 +203,7 @@ def preset_config(
         hidden_size=preset.hidden,
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads if grouped else preset.heads,
+        num_key_value_heads=preset.kv_heads if traits.positions == "rotary" else preset.heads,
         head_dim=preset.hidden // preset.heads,
         intermediate_size=width,
         max_position_embeddings=preset.context if context is None else context,
@@ -182,24 +230,51 @@ class TrainConfig:
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     eval_every: int = 100
+    patience: int = 0  # evaluations without a better one after which a run ends; 0 is never
     compute_dtype: DTypeName = "float32"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "batch_size", "micro_batch_size", "context", "eval_every"):
             _check_int(name, getattr(self, name), least=1)
-        for name in ("seed", "warmup_steps"):
+        for name in ("seed", "warmup_steps", "patience"):
             _check_int(name, getattr(self, name), least=0)
         if self.micro_batch_size > self.batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_choice("compute_dtype", self.compute_dtype, get_args(DTypeName))
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile is {self.compile!r}; it must be true or false")
         _check_range("learning_rate", self.learning_rate, 0.0, 10.0)
         _check_range("final_learning_rate_ratio", self.final_learning_rate_ratio, 0.0, 1.0)
         _check_range("weight_decay", self.weight_decay, 0.0, 10.0)
         _check_range("beta1", self.beta1, 0.0, 1.0, end=False)
         _check_range("beta2", self.beta2, 0.0, 1.0, end=False)
         _check_range("max_grad_norm", self.max_grad_norm, 0.0, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which matrices get an adapter and how large it is; `targets` None is every one that a block has.
+
+    The update is alpha / rank times the product of two narrow matrices (Hu et al. 2021, section 4.1).
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_int("rank", self.rank, least=1)
+        _check_range("alpha", self.alpha, 0.0, math.inf, start=False, end=False)
+        _check_range("dropout", self.dropout, 0.0, 0.99)
+        if self.targets is not None:
+            if not self.targets:
+                raise ConfigError(f"targets is empty; choose from {', '.join(LORA_TARGETS)}")
+            for target in self.targets:
+                check_choice("target", target, LORA_TARGETS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +318,16 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     if missing:
         raise ConfigError(f"{where}: setting {missing[0]!r} is missing")
     try:
-        # Lists become tuples: a frozen config holds nothing that can change.
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        return cls(**{name: _frozen(name, value) for name, value in values.items()})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _frozen(name: str, value: Any) -> Any:
+    """Lists become tuples, and the one table inside a config becomes its own: nothing frozen holds what can change."""
+    if isinstance(value, Mapping) and name == "rope_scaling":
+        return from_mapping(RopeScaling, value, name)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:

@@ -1,7 +1,8 @@
 """How fast this machine trains, reads, writes and tokenizes: medians of interleaved rounds, as JSON on stdout.
 
     python scripts/bench.py                    # a table on stderr, JSON on stdout
-    python scripts/bench.py --rounds 5 --preset small --device cuda
+    python scripts/bench.py --rounds 5 --preset small
+    python scripts/bench.py --device cuda      # the whole check of a GPU: right, fast, how much memory
 
 Absolute figures mean nothing on a shared machine; compare ratios within one run.
 """
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+import bench_gpu
 import torch
 
 from minigpt.config import PRESETS, ModelConfig, SamplingConfig, preset_config
@@ -114,6 +116,9 @@ def main() -> None:
     options = parser.parse_args()
     text = "".join(path.read_text(encoding="utf-8")[:TEXT_BYTES] for path in bundled_corpus())
     tokenizer = endless(Tokenizer.train([text], VOCABULARY))
+    if options.device.startswith("cuda"):
+        print(json.dumps(bench_gpu.check(tokenizer, torch.device(options.device)), indent=2))
+        return
     config = preset_config(options.preset, vocab_size=tokenizer.vocab_size, context=CONTEXT)
     measured: dict[str, list[float]] = {}
     table = rows(config, tokenizer, text, torch.device(options.device))

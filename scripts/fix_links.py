@@ -37,7 +37,7 @@ class Link:
 
 def pages() -> list[Path]:
     """The pages that are checked: the READMEs and everything in docs/."""
-    return [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    return [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def links(text: str) -> list[Link]:

@@ -1,4 +1,6 @@
-"""Write the bundled training corpus: short English and Chinese stories, the same bytes on every machine.
+"""Write what is bundled: short English and Chinese stories, and instructions with answers that a program can check.
+
+The same bytes on every machine.
 
 Usage: python scripts/make_data.py [--out DIR]
 """
@@ -6,6 +8,7 @@ Usage: python scripts/make_data.py [--out DIR]
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from tales.grammar import read_grammar
 from tales.teller import Teller
+from tasks.maker import TASKS, make_rows
 
 HERE = Path(__file__).resolve().parent
 SEPARATOR = "<|endoftext|>"
@@ -58,6 +62,13 @@ CORPORA = (
     Corpus("tales.zh.txt", "zh", 21, 800_000, "", polish_chinese, re.compile(r"[\u4e00-\u9fff]"), 90, 400),
 )
 
+# Rows of each task in each language: many of what has to be learned, few of what comes by itself.
+TRAINING_ROWS = {"copy": 2_400, "reverse": 1_800, "count": 500, "sum": 1_200, "rewrite": 1_300, "story": 1_800}
+INSTRUCTIONS = {  # file: whether its words, names and numbers are those held out, rows of each task and language, seed
+    "instructions.train.jsonl": (False, TRAINING_ROWS, 30),
+    "instructions.test.jsonl": (True, dict.fromkeys(TASKS, 60), 40),
+}
+
 
 def sentences(story: str) -> list[str]:
     """Return the sentences of a story without their quotation marks and end marks."""
@@ -87,14 +98,22 @@ def write_corpus(corpus: Corpus) -> str:
     return "".join(f"{story}\n{SEPARATOR}\n" for story in stories)
 
 
+def write_instructions(held: bool, each: dict[str, int], seed: int) -> str:
+    """Return the rows of an instruction file, one JSON object a line."""
+    rows = make_rows(HERE / "tasks", held=held, each=each, seed=seed)
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
 def main() -> None:
-    """Write every corpus into the chosen folder."""
-    parser = argparse.ArgumentParser(description="Write the bundled training corpus.")
+    """Write every file into the chosen folder."""
+    parser = argparse.ArgumentParser(description="Write the bundled corpus and instructions.")
     parser.add_argument("--out", type=Path, default=HERE.parent / "data", help="folder to write to (default: data/)")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for corpus in CORPORA:
         (out / corpus.file).write_bytes(write_corpus(corpus).encode("utf-8"))
+    for file, (held, each, seed) in INSTRUCTIONS.items():
+        (out / file).write_bytes(write_instructions(held, each, seed).encode("utf-8"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from minigpt.config import ModelConfig
 from minigpt.model.transformer import GPT
 
 Array = NDArray[np.float64]
+LLAMAS = ("qwen3", "llama", "qwen2", "mistral")
 
 
 def weights_of(model: GPT) -> dict[str, Array]:
@@ -24,7 +25,7 @@ def weights_of(model: GPT) -> dict[str, Array]:
 
 
 def logits(weights: Mapping[str, Array], config: ModelConfig, tokens: Sequence[int]) -> Array:
-    """(T, V) for one row; a token sees itself and what lies less than one context before it."""
+    """(T, V) for one row; a token sees itself and what lies less than one context, or window, before it."""
     x = [embed(weights, config, token, position) for position, token in enumerate(tokens)]
     for layer in range(config.num_hidden_layers):
         x = block(weights, config, f"model.layers.{layer}", x)
@@ -60,13 +61,14 @@ def block(weights: Mapping[str, Array], config: ModelConfig, prefix: str, x: lis
 def attention(weights: Mapping[str, Array], config: ModelConfig, prefix: str, x: list[Array]) -> list[Array]:
     heads, width = config.num_attention_heads, config.head_dim
     shared = heads // config.num_key_value_heads
+    band = min(size for size in (config.sliding_window, config.max_position_embeddings) if size is not None)
     outputs = []
     for position in range(len(x)):
         out = np.zeros(heads * width)
         for head in range(heads):
             query = head_vector(weights, config, prefix, "q", x[position], head, position)
             scores, values = [], []
-            for other in range(max(0, position - config.max_position_embeddings + 1), position + 1):
+            for other in range(max(0, position - band + 1), position + 1):
                 key = head_vector(weights, config, prefix, "k", x[other], head // shared, other)
                 values.append(head_vector(weights, config, prefix, "v", x[other], head // shared, other))
                 scores.append(float(query @ key) / math.sqrt(width))
@@ -85,19 +87,34 @@ def head_vector(
         return vector
     if config.architecture == "qwen3":
         vector = norm(weights, config, f"{prefix}.{part}_norm", vector)
-    if config.architecture in ("qwen3", "llama"):
+    if config.architecture in LLAMAS:
         turned = vector.copy()
         for pair in range(width // 2):
-            angle = position * config.rope_theta ** (-2 * pair / width)
+            angle = position * scaled(config, config.rope_theta ** (-2 * pair / width))
             number = complex(vector[pair], vector[pair + width // 2]) * cmath.exp(1j * angle)
             turned[pair], turned[pair + width // 2] = number.real, number.imag
         vector = turned
     return vector
 
 
+def scaled(config: ModelConfig, frequency: float) -> float:
+    """Llama 3.1: whole turns in the context of the training say whether a frequency is kept, slowed down or between."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequency)
+    if scaling.kind == "linear" or turns < low:
+        return frequency / scaling.factor
+    if turns > high:
+        return frequency
+    share = (turns - low) / (high - low)
+    return share * frequency + (1 - share) * frequency / scaling.factor
+
+
 def mlp(weights: Mapping[str, Array], config: ModelConfig, prefix: str, x: Array) -> Array:
     wide = linear(weights, f"{prefix}.up_proj", x)
-    if config.architecture in ("qwen3", "llama"):
+    if config.architecture in LLAMAS:
         gate = linear(weights, f"{prefix}.gate_proj", x)
         wide = wide * np.array([g / (1 + math.exp(-g)) for g in gate])
     elif config.architecture == "gpt2":
@@ -109,7 +126,7 @@ def mlp(weights: Mapping[str, Array], config: ModelConfig, prefix: str, x: Array
 
 def norm(weights: Mapping[str, Array], config: ModelConfig, prefix: str, x: Array) -> Array:
     gain = weights[f"{prefix}.weight"]
-    if config.architecture in ("qwen3", "llama"):
+    if config.architecture in LLAMAS:
         return gain * x / math.sqrt(sum(v * v for v in x) / len(x) + config.norm_eps)
     mean = sum(x) / len(x)
     variance = sum((v - mean) ** 2 for v in x) / len(x)

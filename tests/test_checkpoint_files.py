@@ -17,7 +17,18 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from minigpt.checkpoint.files import read_json, read_tensors, write_atomically, write_json, write_tensors, write_text
+from minigpt.checkpoint.files import (
+    json_writer,
+    read_json,
+    read_tensors,
+    stored_tensors,
+    tensor_writer,
+    write_atomically,
+    write_json,
+    write_tensors,
+    write_text,
+    write_together,
+)
 from minigpt.errors import ModelFolderError, TrainingError
 
 
@@ -35,6 +46,17 @@ def names(folder: Path) -> list[str]:
 def full_disk(path: Path) -> None:
     path.write_bytes(b"half of")
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_what_is_written_may_be_read_by_all_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)}, {})
+        write_json(tmp_path / "a.json", {})
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -158,7 +180,7 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     [
         (b"", "no valid JSON"),
         (b'{"a": 1', "no valid JSON"),
-        (b'{"a": \xff}', "no valid JSON"),
+        (b'{"a": \xff}', "not UTF-8"),
         (b"[" * 100_000, "no valid JSON"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "no valid JSON"),
         (b"[1, 2]", "holds no JSON object"),
@@ -266,6 +288,16 @@ def test_hostile_and_cut_tensor_files(data: bytes, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("name", sorted(HOSTILE.keys() - {"unknown type\nof two lines", "metadata that is no text"}))
+def test_hostile_and_cut_headers_are_refused_before_data_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(ModelFolderError) as caught:
+        stored_tensors(path)
+    assert one_line(caught.value).startswith(str(path))
+    assert len(str(caught.value)) < 300
+
+
 def test_the_unharmed_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(good())
     assert read_tensors(tmp_path / "a")[0]["a"].tolist() == [0.0] * 4
@@ -279,3 +311,54 @@ def test_a_cut_file_says_by_how_much(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError) as caught:
         read_tensors(path)
     assert str(caught.value) == f"{path} is cut short (header says {whole:,} bytes, file has 1,000,000)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_are_read_one_by_one_from_what_the_header_says(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype),
+        "a": torch.arange(6).view(2, 3).t().to(dtype),
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, 4).to(dtype),
+    }
+    write_tensors(tmp_path / "a", tensors, {})
+    found = stored_tensors(tmp_path / "a")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].shape == tuple(tensor.shape)
+        assert torch.equal(found[name].read(dtype), tensor)
+
+
+def test_a_file_that_is_cut_between_header_and_data(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"a": torch.zeros(1000)}, {})
+    tensor = stored_tensors(tmp_path / "a")["a"]
+    os.truncate(tmp_path / "a", 2000)
+    with pytest.raises(ModelFolderError, match="was cut short while it was read") as caught:
+        tensor.read(torch.float32)
+    one_line(caught.value)
+    (tmp_path / "a").unlink()
+    with pytest.raises(ModelFolderError, match="No such file"):
+        tensor.read(torch.float32)
+
+
+def test_several_files_are_renamed_in_their_order_once_all_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(new.name), replace(old, new)))
+    tensors = tensor_writer(lambda: {"a": torch.ones(2)}, {})
+    write_together({tmp_path / "b": tensors, tmp_path / "a": tensors, tmp_path / "index": json_writer({"x": 1})})
+    assert events == ["fsync"] * 3 + ["b", "a", "index", "fsync"]
+    assert names(tmp_path) == ["a", "b", "index"]
+    assert read_json(tmp_path / "index") == {"x": 1}
+    assert read_tensors(tmp_path / "a")[0]["a"].tolist() == [1, 1]
+
+
+def test_of_several_files_none_is_replaced_when_one_cannot_be_written(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("old")
+    with pytest.raises(TrainingError, match="b: No space left on device; what was there before is kept"):
+        write_together({tmp_path / "a": json_writer({}), tmp_path / "b": full_disk, tmp_path / "c": json_writer({})})
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["old", "old"]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from torch import Tensor
 from variants import VARIANTS, make_model
@@ -23,6 +22,13 @@ from minigpt.errors import ModelFolderError
 from minigpt.text.tokenizer import Tokenizer
 
 EMBEDDING = "model.embed_tokens.weight"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -126,34 +132,6 @@ def test_mixed_types_become_that_of_the_embedding(folder: Path) -> None:
     assert {weight.dtype for weight in load(folder).model.parameters()} == {torch.bfloat16}
 
 
-def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    opened = safetensors.safe_open
-
-    class Counting:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.inner = opened(*args, **kwargs)
-
-        def __enter__(self) -> Counting:
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *args: Any) -> None:
-            self.inner.__exit__(*args)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def get_tensor(self, name: str) -> Tensor:
-            reads.append(name)
-            tensor: Tensor = self.inner.get_tensor(name)
-            return tensor
-
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
-    load(folder)
-    assert len(reads) == len(set(reads)) == len(read_tensors(folder / "model.safetensors")[0])
-
-
 def test_a_loaded_model_outlives_its_file(folder: Path) -> None:
     model = load(folder).model
     before = model(torch.tensor([[1, 2, 3]]))
@@ -184,12 +162,6 @@ def test_a_pickle_alone_is_never_opened(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(pickle.dumps(Evil()))
     assert "no safetensors file" in refusal(folder)
     assert not (tmp_path / "executed").exists()
-
-
-def test_weights_in_several_files_are_for_later(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    write_json(folder / "model.safetensors.index.json", {"weight_map": {}})
-    assert "weights in several files are not supported" in refusal(folder)
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, 5000])
@@ -227,10 +199,13 @@ def test_a_wrong_shape(folder: Path) -> None:
     assert "model.norm.weight is [1, 32], but config.json asks for [32]" in refusal(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
-def test_weights_of_other_types(dtype: torch.dtype, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.int64, "I64"), (torch.uint8, "U8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+def test_weights_of_other_types(dtype: torch.dtype, name: str, folder: Path) -> None:
     change_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(32).to(dtype)}))
-    assert f"model.norm.weight has type {dtype}" in refusal(folder)
+    assert f"model.norm.weight has type {name}; supported are F32, BF16, F16, F64" in refusal(folder)
 
 
 def test_a_tied_model_that_stores_its_output_embedding_too(folder: Path) -> None:
@@ -247,7 +222,8 @@ def test_an_untied_model_needs_its_output_embedding(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported (supported: qwen3, llama, gpt2"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported (supported: qwen3, llama, qwen2, mistral, gpt2"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"model_type": ...}, "model_type None is not supported"),
         ({"model_type": ["qwen3"]}, "model_type ['qwen3'] is not supported"),
         ({"hidden_size": ...}, "no 'hidden_size'"),
@@ -268,7 +244,28 @@ def test_an_untied_model_needs_its_output_embedding(folder: Path) -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"attention_dropout": 2}, "dropout is 2"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn' is not supported"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope type 'linear' is not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear", "type": "llama3"}}, "rope type is both linear and llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling factor is 0.5"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1}}, "no 'original_max_position"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "high_freq_factor 4 is not above low_freq_factor 4"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1.5}}, "original_max_position_embeddings is 1"),
+        ({"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "rope setting attention_factor is 2.0"),
+        ({"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}}, "rope setting partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope setting full_attention is {'rope_"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; that is not supported"),
+        ({"is_causal": False}, "is_causal is False; that is not supported"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config is {'0': {'head_dim': 4}}; that is not"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "the weights are quantised (gptq), which is not",
+        ),
+        ({"quantization_config": {"bits": 4}}, "the weights are quantised (an unnamed method)"),
+        ({"quantization_config": "fp8"}, "wrong kind"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantised (compressed-tensors)"),
         ({"rope_parameters": {"rope_theta": "many"}}, "wrong kind"),
         ({"rope_parameters": {"rope_theta": None}}, "wrong kind"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is nan"),
@@ -276,7 +273,11 @@ def test_an_untied_model_needs_its_output_embedding(folder: Path) -> None:
         ({"rope_parameters": [1]}, "wrong kind"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias is set"),
-        ({"use_sliding_window": True}, "use_sliding_window is set"),
+        ({"use_sliding_window": True}, "use_sliding_window is True; that is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is True; that is not supported"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types has 'full_attention'"),
+        ({"model_type": "qwen2"}, "has no weight 'model.layers.0.self_attn.k_proj.bias'"),
         ({"vocab_size": 100}, "the tokenizer has 262 tokens, the model only 100"),
         ({"vocab_size": 263}, "but config.json asks for [263, 32]"),
         ({"num_hidden_layers": 3}, "has no weight 'model.layers.2"),
@@ -314,8 +315,9 @@ def test_spoiled_tokenizer_and_record(folder: Path) -> None:
     ("changes", "reason"),
     [
         ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scaling attention"),
-        ({"scale_attn_weights": False}, "scaling attention"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; that is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights is False; that is not supported"),
+        ({"add_cross_attention": True}, "add_cross_attention is True; that is not supported"),
         ({"n_head": 5}, "head_dim x heads = hidden_size"),
         ({"n_positions": ...}, "no 'n_positions'"),
         ({"n_inner": 47}, "but config.json asks for"),
@@ -343,3 +345,60 @@ def test_a_config_of_a_huge_number_is_refused(folder: Path) -> None:
     text = json.dumps(read_json(folder / "config.json")).replace('"vocab_size": 262', f'"vocab_size": {"9" * 5000}')
     (folder / "config.json").write_text(text)
     refusal(folder)
+
+
+def test_code_that_a_folder_brings_along_is_never_run(folder: Path, tmp_path: Path) -> None:
+    """`auto_map` is passed over: the folder opens as the standard model of its model_type."""
+    expected = load(folder).model(torch.tensor([[1, 2, 3]]))
+    (folder / "modeling_own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'executed')!r})")
+    change_config(folder, auto_map={"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"})
+    assert torch.equal(load(folder).model(torch.tensor([[1, 2, 3]])), expected)
+    assert not (tmp_path / "executed").exists()
+    change_config(folder, model_type="own")
+    assert "model_type 'own' is not supported" in refusal(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"top_k": 20, "repetition_penalty": 1.1, "max_length": 9}, {"top_k": 20, "repetition_penalty": 1.1}),
+        ({"do_sample": False}, {}),
+        ({"temperature": None, "top_k": 0, "top_p": None}, {}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"temperature": 1, "top_p": 1.0, "top_k": 50}, {"temperature": 1, "top_p": 1.0, "top_k": 50}),
+    ],
+    ids=str,
+)
+def test_defaults_of_sampling_are_read_and_survive_a_save(
+    stored: dict[str, Any], expected: dict[str, Any], folder: Path
+) -> None:
+    path = folder / "generation_config.json"
+    write_json(path, read_json(path) | stored)
+    loaded = load(folder)
+    assert loaded.generation == expected
+    save_description(folder, loaded.model.config, loaded.tokenizer, loaded.record, loaded.generation)
+    assert load(folder).generation == expected
+    assert read_json(path).get("do_sample") == (
+        None if expected.keys() <= {"repetition_penalty"} else bool(expected.get("temperature", 1))
+    )
+    path.unlink()
+    assert load(folder).generation == {}
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_p": 2}, "top_p is 2"),
+        ({"repetition_penalty": [1]}, "repetition_penalty is [1]"),
+    ],
+    ids=str,
+)
+def test_impossible_defaults_of_sampling(stored: dict[str, Any], reason: str, folder: Path) -> None:
+    path = folder / "generation_config.json"
+    write_json(path, read_json(path) | stored)
+    assert f"{path}: {reason}" in refusal(folder)

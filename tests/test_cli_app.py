@@ -64,9 +64,16 @@ def test_every_command_has_help_that_begins_with_examples(name: str) -> None:
     result = minigpt(name, "-h")
     assert result.status == 0
     assert f"minigpt {name}" in result.out
-    if name != "tokenizer":
+    if not hasattr(typer.main.get_command(app).commands[name], "commands"):  # type: ignore[attr-defined]
         before_options = result.out.partition("Options:")[0]
         assert before_options.count(f"minigpt {name}") >= 3, "usage, and two examples to paste"
+
+
+def test_no_help_shows_its_own_marks() -> None:
+    lines = surface(typer.main.get_command(app))
+    paths = {line.removeprefix("minigpt").split("  ")[0] for line in lines if line[0] != " "}
+    for path in sorted(paths):
+        assert "\\b" not in minigpt(*path.split(), "--help").out, path
 
 
 def test_version() -> None:

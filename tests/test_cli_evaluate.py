@@ -12,6 +12,7 @@ from commands import CPU, error_of, minigpt
 from tiny_folder import TEXT, make_folder
 
 from minigpt.checkpoint.folder import load
+from minigpt.cli.tasks import perplexity
 
 SHORT = "Alice had peeped"
 
@@ -79,9 +80,17 @@ def test_files_are_scored_one_by_one_and_in_all(folder: Path, tmp_path: Path) ->
     lines = table.out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "all"]
     assert lines[-1].split()[1:] == [
-        f"{found['bits_per_byte']:.4f}", f"{found['loss']:.4f}", f"{found['perplexity']:.2f}",
+        f"{found['bits_per_byte']:.4f}", f"{found['loss']:.4f}", f"{found['perplexity']:,.2f}",
         f"{found['tokens']:,}", f"{found['bytes']:,}",
     ]  # fmt: skip
+
+
+def test_a_table_stays_in_line_whatever_the_name_and_the_loss(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "a\x1b[1m.txt", TEXT)
+    lines = minigpt("eval", tmp_path / "a\x1b[1m.txt", "-m", folder, *CPU).out.splitlines()
+    assert "\x1b" not in lines[1]
+    assert len(lines[0]) == len(lines[1])
+    assert [perplexity(value) for value in (3.14159, 999_999.0, 1e300)] == ["3.14", "999,999.00", "1.00e+300"]
 
 
 @pytest.mark.parametrize("arguments", [["-"], []])

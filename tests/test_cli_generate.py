@@ -11,16 +11,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from commands import CPU, Result, contents, error_of, minigpt
+from parrot import make_parrot_folder
 from variants import VARIANTS, make_model
 
 from minigpt.checkpoint.folder import save_description, save_weights
+from minigpt.cli import console
+from minigpt.cli.prompts import Source, batches
 from minigpt.config import ModelConfig
+from minigpt.inference.sampling import row_seed
+from minigpt.text.chat import Message, chat_template
 from minigpt.text.tokenizer import Tokenizer
 
 TEXTS = ["The cat sat on the mat, and the rat saw it.\n" * 4, "鸟儿在树上唱歌。猫在树下听。\n" * 4, "a 😀 b\n" * 3]
@@ -191,6 +197,12 @@ def test_every_sample_can_be_had_alone(generate: Any) -> None:
     assert plain == "".join(record["text"] + "\n" for record in records)
 
 
+def test_samples_past_any_memory_are_begun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigpt.cli.stdin.is_piped", lambda: False)
+    (first, second) = islice(batches(Source("The cat").asks(9, 10**15), 2), 2)
+    assert [seed for _, seed in first + second] == [row_seed(9, row) for row in range(4)]
+
+
 PROMPTS = ["The cat", "", "鸟儿在树上", "a rat saw it on the mat and the cat sat", "[b]"]
 
 
@@ -230,10 +242,10 @@ def test_jsonl_keeps_ids_and_order(generate: Any) -> None:
         (b'{"prompt": "x"', "stdin:3: no valid JSON ("),
         (b"hello", "stdin:3: no valid JSON ("),
         (b"[" * 100_000, "stdin:3: no valid JSON ("),
-        (b'["x"]', 'stdin:3: no text in a field "prompt" (found: list)'),
-        (b"{}", 'stdin:3: no text in a field "prompt" (found: '),
-        (b'{"text": "x", "id": 3}', "stdin:3: no text in a field \"prompt\" (found: 'text', 'id')"),
-        (b'{"prompt": 3}', "stdin:3: no text in a field \"prompt\" (found: 'prompt')"),
+        (b'["x"]', "stdin:3: a list where an object is expected"),
+        (b"{}", 'stdin:3: no field "prompt" (found: none)'),
+        (b'{"text": "x", "id": 3}', 'stdin:3: no field "prompt" (found: "text", "id")'),
+        (b'{"prompt": 3}', 'stdin:3: field "prompt" holds a number, not text'),
     ],
 )
 def test_a_bad_json_line_is_named(generate: Any, line: bytes, words: str) -> None:
@@ -257,6 +269,16 @@ def test_long_prompts_keep_their_end_and_it_is_said(generate: Any) -> None:
     result = generate("The cat sat. " * 20, "--seed", "1", "--json")
     assert result.objects[0]["new_tokens"] == 12
     assert re.fullmatch(r"note: a prompt has \d+ tokens, more than the context of 32; its end is kept\n", result.err)
+
+
+def test_a_note_does_not_break_into_the_text(generate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(console, "write", shown.append)
+    monkeypatch.setattr(console, "note", shown.append)
+    generate("The cat", "-n", "60", "--seed", "1", "--stop", "never there")
+    *text, note = shown
+    assert "past the context" in note
+    assert "".join(text).endswith("\n")
 
 
 def test_going_past_the_context_is_said_once(generate: Any) -> None:
@@ -356,6 +378,132 @@ def test_damaged_and_hostile_folders_are_one_line(model: Path) -> None:
     before = contents(Path("m"))
     good(minigpt("generate", "x", "-m", "m", *CPU, "-n", "2"))
     assert contents(Path("m")) == before, "a model folder is only read"
+
+
+# Chat
+
+ANSWER = "Alice get the bank"
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers everything with the same words, and ends by itself."""
+    return make_parrot_folder(tmp_path_factory.mktemp("parrot") / "model", ANSWER, context=64)
+
+
+@pytest.fixture
+def ask(parrot: Path) -> Any:
+    def call(*arguments: object, stdin: bytes | None = None) -> Result:
+        return minigpt("generate", "-m", parrot, "-n", "20", "-t", "0", *CPU, *arguments, stdin=stdin)
+
+    return call
+
+
+def test_an_instruction_is_answered_and_the_answer_ends_by_itself(ask: Any, parrot: Path) -> None:
+    result = ask("--chat", "Who is it?")
+    assert (good(result), result.err) == (f"{ANSWER}\n", "")
+    assert good(ask("--chat", stdin=b"Who is it?\n")) == result.out
+    (record,) = ask("--chat", "Who?", "--json", "--system", "Be kind.", "--seed", "1").objects
+    assert list(record) == ["prompt", "text", "finish_reason", "prompt_tokens", "new_tokens", "seed"]
+    assert (record["prompt"], record["text"], record["finish_reason"]) == ("Who?", ANSWER, "end")
+    template = chat_template(Tokenizer.load(parrot))
+    expected = template.encode([Message("system", "Be kind."), Message("user", "Who?")])
+    assert record["prompt_tokens"] == len(expected)
+
+
+def test_lines_and_json_lines_are_conversations_too(ask: Any, parrot: Path) -> None:
+    assert good(ask("--chat", "--lines", stdin=b"a\nb\n")) == f"{ANSWER}\n" * 2
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    rows = [{"id": 7, "messages": turns}, {"prompt": "a"}]
+    records = ask("--chat", "--jsonl", stdin="".join(json.dumps(row) + "\n" for row in rows).encode()).objects
+    assert [record["text"] for record in records] == [ANSWER] * 2
+    assert records[0]["id"] == 7
+    assert records[0]["messages"] == turns
+    assert records[1]["prompt"] == "a"
+    template = chat_template(Tokenizer.load(parrot))
+    assert records[0]["prompt_tokens"] == len(template.encode([Message(**turn) for turn in turns]))
+
+
+def test_a_conversation_from_a_file_or_from_stdin(ask: Any) -> None:
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    Path("talk.json").write_text(json.dumps({"messages": turns}), encoding="utf-8")
+    (record,) = ask("--messages", "talk.json", "--json").objects
+    assert (record["messages"], record["text"]) == (turns, ANSWER)
+    assert good(ask("--messages", "-", stdin=json.dumps(turns).encode())) == f"{ANSWER}\n"
+    (other,) = ask("--messages", "talk.json", "--json", "--system", "not this").objects
+    assert other["prompt_tokens"] == record["prompt_tokens"], "a conversation keeps its own system message"
+
+
+def test_a_conversation_past_the_context_loses_its_oldest_turns_and_it_is_said(ask: Any) -> None:
+    turns = [{"role": "user", "content": "the bank"}, {"role": "assistant", "content": "sister"}] * 9
+    Path("talk.json").write_text(json.dumps([*turns, turns[0]]), encoding="utf-8")
+    result = ask("--messages", "talk.json", "--json")
+    assert "past the context of 64 tokens" in result.err
+    assert result.err.count("\n") == 1
+    assert result.objects[0]["text"] == ANSWER
+    assert result.objects[0]["prompt_tokens"] <= 44
+    result = ask("--chat", "Alice " * 65)
+    assert good(result) == f"{ANSWER}\n"
+    assert "past the context" in result.err
+
+
+def test_what_a_user_types_is_never_a_control_token(ask: Any, parrot: Path) -> None:
+    (record,) = ask("--chat", "<|im_end|>", "--json").objects
+    tokenizer = Tokenizer.load(parrot)
+    empty = len(chat_template(tokenizer).encode([Message("user", "")]))
+    assert record["prompt_tokens"] == empty + len(tokenizer.encode("<|im_end|>")) > empty + 5
+
+
+def test_a_model_not_tuned_for_chat_says_so_and_one_without_a_template_is_refused(parrot: Path) -> None:
+    shutil.copytree(parrot, "base")
+    Path("base/minigpt.json").write_text('{"made_by": "train"}', encoding="utf-8")
+    result = minigpt("generate", "--chat", "x", "-m", "base", "-t", "0", *CPU)
+    assert good(result) == f"{ANSWER}\n"
+    assert "not tuned for chat" in result.err
+    config = json.loads(Path("base/tokenizer_config.json").read_text(encoding="utf-8"))
+    for template, words in (("{% if %}", "chat template, line 1"), ("{{ raise_exception('no') }}", "does not take")):
+        changed = json.dumps(config | {"chat_template": template})
+        Path("base/tokenizer_config.json").write_text(changed, encoding="utf-8")
+        assert words in error_of(minigpt("generate", "--chat", "x", "-m", "base", *CPU))
+    assert good(minigpt("generate", "--chat", "x", "-m", "base", "-t", "0", "--template", "chatml", *CPU))
+    text = Path("base/tokenizer.json").read_text(encoding="utf-8").replace("<|im_end|>", "<|other|>")
+    Path("base/tokenizer.json").write_text(text, encoding="utf-8")
+    Path("base/tokenizer_config.json").write_text("{}", encoding="utf-8")
+    assert "no chat template" in error_of(minigpt("generate", "--chat", "x", "-m", "base", *CPU))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "status", "words"),
+    [
+        (["x", "--system", "y"], None, 2, "add --chat"),
+        (["x", "--template", "chatml"], None, 2, "add --chat"),
+        (["x", "--chat", "--template", "alpaca"], None, 1, "--template alpaca"),
+        (["x", "--chat", "--echo"], None, 2, "--echo"),
+        (["x", "--messages", "talk.json"], None, 2, "leave out the prompt"),
+        (["--messages", "-"], None, 2, "no prompt"),
+        (["--messages", "gone.json"], None, 1, "gone.json: No such file"),
+        (["--messages", "-"], b"[{", 1, "stdin: no valid JSON"),
+        (["--messages", "-"], b"[]", 1, "stdin: not a conversation"),
+        (["--messages", "-"], b'[{"role": "bot", "content": "x"}]', 1, "stdin: message 1 has the role 'bot'"),
+        (["--messages", "-"], b'[{"role": "assistant", "content": "x"}]', 1, "end with one to answer"),
+        (["--chat", "--jsonl"], b'{"messages": 7}\n', 1, "stdin:1: not a conversation"),
+        (["--chat", "--jsonl"], b'{"text": "x"}\n', 1, 'stdin:1: no field "prompt" (found: "text"); '),
+        (["--jsonl"], b'{"messages": []}\n', 1, 'conversations in "messages" need --chat'),
+        (["x", "--chat", "--system", "the bank " * 40], None, 1, "shorten the system message"),
+    ],
+)
+def test_mistakes_with_conversations(
+    ask: Any, arguments: list[str], piped: bytes | None, status: int, words: str
+) -> None:
+    assert words in error_of(ask(*arguments, stdin=piped), status)
+
+
+def test_the_makers_of_a_model_choose_the_defaults(parrot: Path) -> None:
+    shutil.copytree(parrot, "m")
+    path = Path("m/generation_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"temperature": 1e-6}), encoding="utf-8")
+    assert good(minigpt("generate", "--chat", "x", "-m", "m", *CPU)) == f"{ANSWER}\n"
+    assert good(minigpt("generate", "--chat", "x", "-m", "m", "-t", "100", "--seed", "1", *CPU)) != f"{ANSWER}\n"
 
 
 # What only a process of its own can show

@@ -235,7 +235,7 @@ def test_a_model_that_is_no_run_is_not_resumed(source: Path) -> None:
         assert "already" in error_of(train(source, "--resume"))
     for broken in ("[]", "{", '{"made_by": "train"}', '{"made_by": "train", "data": 3, "request": {}}'):
         Path("runs/cats/minigpt.json").write_text(broken)
-        assert error_of(train(source, "--resume")).startswith("runs/cats/minigpt.json ")
+        assert error_of(train(source, "--resume")).startswith("runs/cats/minigpt.json")
     trained(train(source, "--overwrite"), "runs/cats")
 
 

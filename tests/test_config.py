@@ -14,6 +14,7 @@ from minigpt.config import (
     PRESETS,
     ArchitectureName,
     ModelConfig,
+    RopeScaling,
     SamplingConfig,
     TrainConfig,
     from_mapping,
@@ -40,7 +41,14 @@ TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
     "warmup_steps": 2,
 }
-KINDS = {"model": (ModelConfig, MODEL), "train": (TrainConfig, TRAIN), "sampling": (SamplingConfig, {})}
+LONGER = {"architecture": "mistral", "sliding_window": 8, "rope_scaling": RopeScaling(kind="llama3", factor=8.0)}
+KINDS = {
+    "model": (ModelConfig, MODEL),
+    "longer model": (ModelConfig, MODEL | LONGER),
+    "rope scaling": (RopeScaling, {"kind": "linear", "factor": 2.0}),
+    "train": (TrainConfig, TRAIN),
+    "sampling": (SamplingConfig, {}),
+}
 every_kind = pytest.mark.parametrize(("cls", "values"), KINDS.values(), ids=KINDS)
 
 
@@ -75,6 +83,16 @@ def test_a_mapping_round_trip_through_json(cls: type[Any], values: dict[str, Any
         (ModelConfig, {k: v for k, v in MODEL.items() if k != "head_dim"}, "a.toml: setting 'head_dim' is missing"),
         (ModelConfig, {**MODEL, "head_dim": 7}, "a.toml: head_dim 7 is odd; rotary positions need an even one"),
         (ModelConfig, {**MODEL, "architecture": ["qwen3"]}, "a.toml: architecture ('qwen3',) is unknown"),
+        (
+            ModelConfig,
+            {**MODEL, "rope_scaling": {"kind": "linear"}},
+            "a.toml: rope_scaling: setting 'factor' is missing",
+        ),
+        (
+            ModelConfig,
+            {**MODEL, "rope_scaling": {"kind": "yarn", "factor": 2}},
+            "a.toml: rope_scaling: rope_scaling kind",
+        ),
         (SamplingConfig, {"top_p": 2}, "a.toml: top_p is 2; it must be in (0, 1]"),
         (SamplingConfig, {"stop": 5}, "a.toml: stop is 5; it must be a list of strings"),
         (TrainConfig, {}, "a.toml: setting 'total_steps' is missing"),
@@ -100,7 +118,20 @@ def test_every_size_must_be_a_whole_number_of_at_least_1() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "bert"}, "architecture 'bert' is unknown (choose from qwen3, llama, gpt2, transformer-2017)"),
+        (
+            {"architecture": "bert"},
+            "architecture 'bert' is unknown (choose from qwen3, llama, qwen2, mistral, gpt2, transformer-2017)",
+        ),
+        (
+            {"architecture": "mistral", "sliding_window": 0},
+            "sliding_window is 0; it must be a whole number of at least 1",
+        ),
+        ({"sliding_window": 8}, "sliding_window is 8; only architecture mistral has one"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be a table with kind and factor"),
+        (
+            {"architecture": "gpt2", "num_key_value_heads": 4, "rope_scaling": RopeScaling(kind="linear", factor=2)},
+            "rope_scaling needs rotary positions; architecture gpt2 has others",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"num_key_value_heads": 8}, "num_attention_heads 4 is no multiple of num_key_value_heads 8"),
         ({"head_dim": 7}, "head_dim 7 is odd; rotary positions need an even one"),
@@ -137,6 +168,9 @@ def test_impossible_models(changes: dict[str, Any], message: str) -> None:
     "changes",
     [
         {"head_dim": 16},  # wider than hidden_size / heads
+        {"architecture": "mistral", "sliding_window": 1},
+        {"architecture": "mistral", "sliding_window": 100},
+        {"rope_scaling": RopeScaling(kind="linear", factor=1)},
         {"num_key_value_heads": 1},
         {"architecture": "transformer-2017", "head_dim": 7},
         {"architecture": "gpt2", "num_key_value_heads": 4},
@@ -236,6 +270,32 @@ def test_unknown_presets_and_architectures() -> None:
         preset_config("nano", vocab_size=300, architecture="bert")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "yarn"}, "rope_scaling kind 'yarn' is unknown (choose from linear, llama3)"),
+        ({"factor": 0.5}, "rope_scaling factor is 0.5; it must be in [1, inf)"),
+        ({"factor": math.nan}, "rope_scaling factor is nan; it must be in [1, inf)"),
+        ({"low_freq_factor": 0}, "low_freq_factor is 0; it must be in (0, inf)"),
+        ({"high_freq_factor": math.inf}, "high_freq_factor is inf; it must be in (0, inf)"),
+        ({"low_freq_factor": 4.0}, "high_freq_factor 4.0 is not above low_freq_factor 4.0"),
+        (
+            {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings is 0; it must be a whole number of at least 1",
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_scaling(changes: dict[str, Any], message: str) -> None:
+    assert refusal(RopeScaling, {"kind": "llama3", "factor": 8.0} | changes) == message
+
+
+def test_a_token_sees_the_smaller_of_window_and_context() -> None:
+    assert ModelConfig(**MODEL).window == 16
+    for sliding, expected in ((None, 16), (5, 5), (16, 16), (4096, 16)):
+        assert ModelConfig(**MODEL, architecture="mistral", sliding_window=sliding).window == expected
+
+
 def test_the_traits_of_each_architecture() -> None:
     assert set(ARCHITECTURES) == set(get_args(ArchitectureName))
     first = ModelConfig(**MODEL | {"architecture": "transformer-2017"}).traits
@@ -243,3 +303,7 @@ def test_the_traits_of_each_architecture() -> None:
     assert first.scale_embedding
     assert ModelConfig(**MODEL).traits.qk_norm
     assert not ModelConfig(**MODEL | {"architecture": "llama"}).traits.qk_norm
+    biases = {"gpt2": "all", "transformer-2017": "all", "qwen2": "qkv"}
+    assert {name: traits.bias for name, traits in ARCHITECTURES.items()} == dict.fromkeys(
+        ARCHITECTURES, "none"
+    ) | biases

@@ -1,8 +1,9 @@
-"""The bundled corpus: what the generator writes, and what a reader may expect of it."""
+"""The bundled corpus and instructions: what the generator writes, and what a reader may expect of it."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data"
 FILES = ("tales.en.txt", "tales.zh.txt")
+INSTRUCTIONS = ("instructions.train.jsonl", "instructions.test.jsonl")
+TASKS = ("copy", "reverse", "count", "sum", "rewrite", "story")
 SEPARATOR = "<|endoftext|>"
 WORD = re.compile(r"[A-Za-z']+")
 HANZI = re.compile(r"[\u4e00-\u9fff]")
@@ -44,7 +47,7 @@ def test_generator_writes_the_committed_bytes_whatever_the_hash_seed(tmp_path: P
         for seed in ("1", "2")
     ]
     assert [run.wait() for run in runs] == [0, 0]
-    for name in FILES:
+    for name in (*FILES, *INSTRUCTIONS):
         first, second = ((tmp_path / seed / name).read_bytes() for seed in ("1", "2"))
         assert first == second == (DATA / name).read_bytes(), f"{name}: run python scripts/make_data.py"
 
@@ -116,3 +119,117 @@ def test_chinese_is_typeset_well() -> None:
     for story in stories("tales.zh.txt"):
         assert story.count("“") == story.count("”"), story
         assert not re.search(r"“[^”]*“", story), story
+
+
+@cache
+def rows(part: str) -> list[dict[str, str]]:
+    text = (DATA / f"instructions.{part}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rows_of(part: str, task: str, language: str) -> list[dict[str, str]]:
+    return [row for row in rows(part) if row["kind"] == f"{task}-{language}"]
+
+
+def said(row: dict[str, str]) -> str:
+    return f"{row['instruction']}\n{row['input']}\n{row['output']}"
+
+
+def listed(name: str, language: str) -> set[str]:
+    """The words of a list in scripts/tasks."""
+    text = (ROOT / "scripts" / "tasks" / language / "0_lists.txt").read_text(encoding="utf-8")
+    lines = re.findall(rf"^~ {name}: (.+)$", text, re.MULTILINE)
+    assert lines
+    return {word for line in lines for word in line.split(", ")}
+
+
+def held_out(language: str) -> set[str]:
+    return set().union(*(listed(f"held_{name}", language) for name in ("word", "thing", "name")))
+
+
+def found(words: set[str], text: str, language: str) -> set[str]:
+    """Those of the words that stand in a text: as whole words in English, anywhere in Chinese."""
+    return words & set(WORD.findall(text)) if language == "en" else {word for word in words if word in text}
+
+
+def test_every_kind_of_task_is_there_in_both_languages() -> None:
+    kinds = {f"{task}-{language}" for task in TASKS for language in ("en", "zh")}
+    assert Counter(row["kind"] for row in rows("test")) == dict.fromkeys(kinds, 60)
+    train = Counter(row["kind"] for row in rows("train"))
+    assert train.keys() == kinds
+    assert min(train.values()) >= 500
+    assert all(train[f"{task}-en"] == train[f"{task}-zh"] for task in TASKS)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_instruction_rows_are_complete(part: str) -> None:
+    for row in rows(part):
+        assert list(row) == ["instruction", "input", "output", "kind"]
+        assert row["instruction"].strip()
+        assert row["output"].strip()
+        assert not re.search(r"[{}*\[\]|]", said(row)), row
+
+
+def test_instructions_are_short() -> None:
+    assert sum((DATA / name).stat().st_size for name in INSTRUCTIONS) <= 3e6
+    assert max(len(said(row)) for part in ("train", "test") for row in rows(part)) <= 200
+
+
+def test_no_instruction_comes_twice_or_in_both_parts() -> None:
+    train, test = ([(row["instruction"], row["input"]) for row in rows(part)] for part in ("train", "test"))
+    assert len(set(train)) == len(train)
+    assert len(set(test)) == len(test)
+    assert not set(train) & set(test)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_held_out_words_and_names_occur_neither_in_training_rows_nor_in_the_tales(language: str) -> None:
+    words = held_out(language)
+    training = "\n".join(said(row) for row in rows("train") if row["kind"].endswith(language))
+    assert found(words, training, language) == set()
+    assert found(words, corpus(f"tales.{language}.txt"), language) == set()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_test_rows_ask_for_held_out_words_and_names_alone(language: str) -> None:
+    held = listed("held_word", language) | listed("held_name", language)
+    for task in ("copy", "reverse", "count"):
+        asked = {word for row in rows_of("test", task, language) for word in re.split(r"[\s,、]+", row["input"])}
+        assert asked <= held, task
+    names, seen = listed("held_name", language), listed("name", language)
+    for task in ("rewrite", "story"):
+        for row in rows_of("test", task, language):
+            assert found(names, said(row), language), row
+            if language == "en":  # a Chinese name may stand inside of other words
+                assert not found(seen, said(row), language), row
+
+
+def test_numbers_of_test_sums_occur_nowhere_in_training() -> None:
+    operands = {
+        number
+        for language in ("en", "zh")
+        for row in rows_of("test", "sum", language)
+        for number in re.findall(r"\d+", row["input"])
+    }
+    assert len(operands) >= 15
+    assert not operands & {number for row in rows("train") for number in re.findall(r"\d+", said(row))}
+    assert not any(re.search(r"\d", corpus(name)) for name in FILES)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_answers_are_right(part: str, language: str) -> None:
+    for row in rows_of(part, "copy", language):
+        assert row["output"] == row["input"]
+    for row in rows_of(part, "reverse", language):
+        assert row["output"].split() == row["input"].split()[::-1]
+    for row in rows_of(part, "count", language):
+        assert row["output"] == str(len(re.split(r", |、", row["input"])))
+    for row in rows_of(part, "sum", language):
+        x, y = row["input"].split(" + ")
+        assert row["output"] == str(int(x) + int(y))
+    for row in rows_of(part, "rewrite", language):
+        assert row["output"] != row["input"]
+    for row in rows_of(part, "story", language):
+        answer = row["output"].removeprefix("It was ").removeprefix("是").rstrip(".。")
+        assert answer in row["instruction"] + row["input"], row

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 import torch
 from variants import CONTEXT, ENDLESS, VARIANTS, make_model
 
 from minigpt.config import ModelConfig, SamplingConfig
-from minigpt.inference.engine import Completion, collect, fit_prompt, prefill, stream
+from minigpt.inference.engine import PREFILL_CHUNK, Completion, collect, fit_prompt, prefill, stream
 from minigpt.inference.sampling import row_seed
 from minigpt.model.cache import KVCache
 from minigpt.model.transformer import GPT
@@ -221,6 +222,36 @@ def test_of_a_prompt_longer_than_the_context_the_end_is_read(config: ModelConfig
     rows = run(model, tokenizer, [long, long[-CONTEXT:], long[:3]], GREEDY)
     assert ids_of(rows[0]) == ids_of(rows[1]) == greedy_by_recomputation(model, long[-CONTEXT:], 8)
     assert ids_of(rows[2]) == greedy_by_recomputation(model, long[:3], 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "expected"),
+    [
+        ([4, 2], 1, 5),  # no longer than it has to be
+        ([6, 2], 1000, 6),  # one window
+        ([7, 2], 1000, 6 + 7 - 1),  # and the prompt goes around in one piece
+        ([1500, 2], 1000, 6 + PREFILL_CHUNK - 1),
+    ],
+)
+def test_a_sliding_window_takes_memory_for_one_window(
+    lengths: list[int], new: int, expected: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[KVCache] = []
+
+    class Noting(KVCache):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr("minigpt.inference.engine.KVCache", Noting)
+    model = model_for(tokenizer, replace(VARIANTS["mistral"], max_position_embeddings=2000))
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 200, (length,), generator=generator).tolist() for length in lengths]
+    events = list(islice(stream(model, tokenizer, prompts, replace(GREEDY, max_new_tokens=new), [0, 0]), 20))
+    assert [cache.capacity for cache in made] == [expected]
+    for row, prompt in enumerate(prompts):
+        found = [event.token_id for event in events if event.index == row]
+        assert found == greedy_by_recomputation(model, prompt, len(found))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied"])

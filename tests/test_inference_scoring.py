@@ -94,3 +94,14 @@ def test_training_mode_comes_back_after_an_error() -> None:
     with pytest.raises(OSError, match="gone"):
         score(model, broken, 40)
     assert model.training
+
+
+def test_windows_of_a_model_that_reaches_far_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = make_model(VARIANTS["qwen3"]), Text(40)
+    whole = score(model, text.read, 40)
+    monkeypatch.setattr(scoring, "LONGEST_WINDOW", 8)
+    text.most = 0
+    found = score(model, text.read, 40)
+    assert text.most == 8 + 1
+    assert np.allclose(found[:4], whole[:4], rtol=0, atol=1e-5)
+    assert not np.allclose(found, whole, rtol=0, atol=1e-3)

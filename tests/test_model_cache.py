@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from variants import VARIANTS
+from variants import CONTEXT, VARIANTS
 
 from minigpt.config import ModelConfig
 from minigpt.model.cache import AttentionPlan, KVCache
@@ -106,6 +106,11 @@ def test_a_chunk_that_overruns_the_ring_is_refused(window: int, capacity: int, b
     cache.advance([before])
     with pytest.raises(AssertionError, match="overruns the ring"):
         cache.plan(new)
+
+
+def test_the_window_is_the_context_or_what_slides_over_it() -> None:
+    assert KVCache(VARIANTS["qwen3"], 1, CONTEXT).window == CONTEXT
+    assert KVCache(VARIANTS["mistral"], 1, CONTEXT).window == VARIANTS["mistral"].sliding_window == 6
 
 
 def test_memory_is_taken_once() -> None:

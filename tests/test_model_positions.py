@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from minigpt.model.positions import rotary_angles, rotate, sinusoidal
+from minigpt.config import RopeScaling
+from minigpt.model.positions import rotary_angles, rotate, scaled, sinusoidal
 
 
 def test_rotation_turns_half_split_pairs_by_the_position() -> None:
@@ -39,6 +40,25 @@ def test_a_larger_theta_turns_more_slowly() -> None:
     assert sin.tolist()[0] == pytest.approx([math.sin(3), math.sin(0.03)])
     cos, _ = rotary_angles(torch.tensor([3]), 4, 1_000_000.0)
     assert cos.tolist()[0] == pytest.approx([math.cos(3), math.cos(0.003)])
+
+
+def test_linear_scaling_is_a_position_further_on() -> None:
+    scaling = RopeScaling(kind="linear", factor=4.0)
+    found = rotary_angles(torch.tensor([12, 400]), 8, 500.0, scaling)
+    for slowed, plain in zip(found, rotary_angles(torch.tensor([3, 100]), 8, 500.0), strict=True):
+        assert torch.allclose(slowed, plain, atol=1e-5)
+
+
+def test_the_scaling_of_llama_3_slows_long_waves_alone() -> None:
+    """The first training saw 8192 tokens: waves of up to 2048 are kept, those of 8192 and more are 8 times as long."""
+    scaling = RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    waves = torch.tensor([10.0, 2048.0, 4096.0, 8192.0, 80_000.0])
+    frequencies = 2 * math.pi / waves
+    found = (scaled(frequencies, scaling) / frequencies).tolist()
+    # A wave of 4096 turns twice: a third of the way from 1 to 4.
+    assert found == pytest.approx([1.0, 1.0, 1 / 3 + 2 / 3 / 8, 1 / 8, 1 / 8], rel=1e-5)
 
 
 def test_rotation_keeps_the_type_and_works_in_float32() -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def attention_flops(config: ModelConfig, context: int) -> float:
     total = 0
     for query in range(context):
         for key in range(query + 1):
-            if query - key < config.max_position_embeddings:
+            if query - key < config.window:
                 total += 2 * 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return total / context
 
@@ -95,7 +96,9 @@ def test_activations_are_what_the_backward_pass_keeps(config: ModelConfig, mixed
     expected = size.activation_bytes(config, batch * CONTEXT, "bfloat16" if mixed else "float32")
     expected += 2 * matrices if mixed else 0
     angles = 4 * CONTEXT * config.head_dim if config.traits.positions == "rotary" else 0  # once, not for each token
-    assert found == expected + angles
+    masks = size.mask_bytes(config, CONTEXT, "bfloat16" if mixed else "float32")
+    assert (masks > 0) == (config.window < CONTEXT)
+    assert found == expected + angles + masks
 
 
 def test_optimizers_and_types_cost_what_they_keep() -> None:
@@ -107,6 +110,53 @@ def test_optimizers_and_types_cost_what_they_keep() -> None:
     assert rows[0] < rows[1] < rows[2]
     assert size.training_bytes(config, 1000, CONTEXT, "bfloat16") < size.training_bytes(config, 1000, CONTEXT)
     assert rows[0] > 16 * size.parameters(config)
+
+
+def test_biases_of_queries_keys_and_values_are_counted() -> None:
+    without, with_them = VARIANTS["llama"], VARIANTS["qwen2"]
+    assert replace(with_them, architecture="llama") == without
+    biases = 2 * (32 + 16 + 16)  # layers x (queries, keys, values)
+    assert size.parameters(with_them) - size.parameters(without) == biases
+    # Weight, gradient and two numbers of AdamW.
+    assert size.training_bytes(with_them, 2, CONTEXT) - size.training_bytes(without, 2, CONTEXT) == 16 * biases
+
+
+def test_a_window_narrower_than_the_text_costs_a_mask_a_layer() -> None:
+    config = VARIANTS["mistral"]
+    wide = replace(config, sliding_window=None)
+    for rows in (1, 3):
+        more = size.training_bytes(config, rows, CONTEXT) - size.training_bytes(wide, rows, CONTEXT)
+        assert more == 2 * CONTEXT * CONTEXT * 4
+    assert size.training_bytes(config, 1, 6) == size.training_bytes(wide, 1, 6)
+
+
+def test_packed_rows_keep_a_mask_in_every_layer() -> None:
+    config, batch = VARIANTS["qwen3"], 3
+    model, tokens = GPT(config), torch.zeros(batch, CONTEXT, dtype=torch.long)
+    model.initialize(torch.Generator().manual_seed(0))
+
+    def kept(documents: Tensor | None) -> int:
+        found: dict[int, Tensor] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: found.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda tensor: tensor
+        ):
+            model.model(tokens, documents=documents)
+        return sum(t.untyped_storage().nbytes() for t in found.values() if t.is_floating_point() and t.dim() == 4)
+
+    documents = torch.arange(CONTEXT).expand(batch, -1) // 5
+    masks = kept(documents) - kept(None)
+    more = size.training_bytes(config, batch, CONTEXT, packed=True) - size.training_bytes(config, batch, CONTEXT)
+    assert more == config.num_hidden_layers * batch * CONTEXT * CONTEXT * 4
+    assert masks == more + 4 * batch * CONTEXT * config.head_dim, "and the angles of each row's own positions"
+    on_gpu = [size.training_bytes(config, batch, CONTEXT, device="cuda", packed=packed) for packed in (False, True)]
+    assert on_gpu[0] == on_gpu[1]
+
+
+def test_an_adapter_costs_its_own_states_alone() -> None:
+    config = replace(VARIANTS["qwen3"], vocab_size=7)
+    whole, small, large = (size.training_bytes(config, 1, 4, adapter=count) for count in (None, 100, 200))
+    assert large - small == 12 * 100
+    assert whole - small > 12 * (size.parameters(config) - 100)
 
 
 def test_the_loss_works_with_as_many_logits_as_is_said() -> None:

@@ -33,6 +33,14 @@ def in_pieces(model: GPT, tokens: Tensor, sizes: list[int], capacity: int) -> Te
     return torch.cat(pieces, dim=1)
 
 
+def without_effect(config: ModelConfig, name: str) -> bool:
+    """A key bias that is not turned adds the same to all scores of a query, which softmax does not see.
+
+    Its gradient is nothing but rounding.
+    """
+    return name.endswith("k_proj.bias") and config.traits.positions != "rotary"
+
+
 @every_variant
 @torch.no_grad()
 def test_logits_equal_the_naive_reference(config: ModelConfig) -> None:
@@ -103,6 +111,27 @@ def test_past_the_context_the_ring_equals_the_full_sequence(
     close(in_pieces(model, tokens, sizes, capacity), model(tokens))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("sizes", "capacity"),
+    [([6, *[1] * 39], 6), ([1] * 45, 6), ([10, 4, 10, *[1] * 21], 15), ([16, 16, 13], 21)],
+    ids=str,
+)
+def test_a_sliding_window_needs_a_ring_no_longer_than_itself(sizes: list[int], capacity: int) -> None:
+    model = make_model(VARIANTS["mistral"])
+    assert capacity == model.config.window + max(sizes[1:]) - 1
+    tokens = random_tokens(2, 45)
+    close(in_pieces(model, tokens, sizes, capacity), model(tokens))
+
+
+@torch.no_grad()
+def test_a_window_as_wide_as_the_context_is_none() -> None:
+    wide, none = replace(VARIANTS["mistral"], sliding_window=CONTEXT), replace(VARIANTS["mistral"], sliding_window=None)
+    tokens = random_tokens(1, 3 * CONTEXT)
+    assert torch.equal(make_model(wide)(tokens), make_model(none)(tokens))
+    assert not torch.equal(make_model(wide)(tokens), make_model(VARIANTS["mistral"])(tokens))
+
+
 @every_variant
 @torch.no_grad()
 def test_unequal_prompts_in_a_batch_equal_each_alone(config: ModelConfig) -> None:
@@ -157,8 +186,7 @@ def test_every_parameter_gets_a_gradient(config: ModelConfig) -> None:
     loss_sum(model.model(tokens[:, :-1]), model.lm_head.weight, tokens[:, 1:]).backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
-        # A key bias adds the same to all scores of a query, which softmax does not see: its gradient is rounding.
-        assert (weight.grad.abs().max() > 1e-3) != name.endswith("k_proj.bias"), name
+        assert (weight.grad.abs().max() > 1e-3) != without_effect(config, name), name
 
 
 @every_variant
@@ -234,7 +262,7 @@ def test_autocast_stays_near_float32_and_warns_of_nothing(config: ModelConfig) -
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     for (name, _), exact, near in zip(model.named_parameters(), *gradients, strict=True):
         assert near.dtype == torch.float32
-        if not name.endswith("k_proj.bias"):  # nothing but rounding
+        if not without_effect(config, name):
             assert torch.cosine_similarity(exact.flatten(), near.flatten(), dim=0) > 0.99, name
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from minigpt.errors import DataError
 from minigpt.text import corpus as corpus_module
-from minigpt.text.corpus import Corpus, TokenArray, build, scan, training_sample
-from minigpt.text.sources import SourceOptions, find_files, spool
-from minigpt.text.split import Part
+from minigpt.text.corpus import Corpus, TokenArray, build
+from minigpt.text.decoding import spool
+from minigpt.text.sources import SourceOptions, find_files
+from minigpt.text.split import Part, scan, training_sample
 from minigpt.text.tokenizer import Tokenizer
 
 STORIES = [f"Story {n}.\n\nOnce upon a time, {n} birds sat on {n * 7} trees — 鸟 😀.\n" for n in range(20)]
@@ -50,7 +51,7 @@ def test_documents_end_with_end_of_text(source: Path, tokenizer: Tokenizer, tmp_
     assert ids(result.train) == expected_ids([text for text in STORIES if text in train], tokenizer)
     assert ids(result.val) == expected_ids([text for text in STORIES if text in val], tokenizer)
     assert sorted((train + val).split("Story")) == sorted("".join(STORIES).split("Story"))
-    assert (result.documents, ids(result.val).count(tokenizer.end_of_text_id)) == (20, 2)
+    assert (result.meta["documents"], ids(result.val).count(tokenizer.end_of_text_id)) == (20, 2)
     assert (result.train_bytes, result.val_bytes) == (len(train.encode()), len(val.encode()))
 
 

@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from minigpt.errors import ConfigError, DataError
-from minigpt.text.sources import ReadCounts, SourceOptions, find_files, read_pieces, spool
+from minigpt.text.decoding import ReadCounts, spool
+from minigpt.text.sources import SourceOptions, find_files, read_pieces
 
 Write = Callable[..., Path]
 

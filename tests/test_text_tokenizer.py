@@ -6,6 +6,7 @@ import codecs
 import errno
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from minigpt.errors import ConfigError, DataError, ModelFolderError
 from minigpt.text.pieces import cut
+from minigpt.text.streaming import StreamDecoder
 from minigpt.text.tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -30,7 +32,6 @@ from minigpt.text.tokenizer import (
     MIN_VOCAB_SIZE,
     PAD,
     SPECIAL_TOKENS,
-    StreamDecoder,
     Tokenizer,
 )
 
@@ -477,14 +478,14 @@ def test_a_tokenizer_cut_anywhere(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = (tmp_path / "tokenizer.json").read_bytes()
     for place in range(1, len(data) - 2, len(data) // 23):
         (tmp_path / "tokenizer.json").write_bytes(data[:place])
-        assert "broken JSON" in load_error(tmp_path)
+        assert re.search("no valid JSON|not UTF-8", load_error(tmp_path))
 
 
 def test_broken_side_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         tokenizer.save(tmp_path)
         (tmp_path / name).write_bytes(b"{")
-        assert f"{name}: broken JSON" in load_error(tmp_path / "tokenizer.json")
+        assert f"{name}: no valid JSON" in load_error(tmp_path / "tokenizer.json")
         (tmp_path / name).unlink()
 
 
@@ -557,3 +558,38 @@ def test_the_incremental_decoder_is_the_full_one() -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [decoder.decode(data[place : place + 1]) for place in range(8)]
         assert "".join([*pieces, decoder.decode(b"", final=True)]) == data.decode("utf-8", "replace")
+
+
+def test_control_tokens_of_a_template_are_found_with_the_blanks_they_swallow(tokenizer: Tokenizer) -> None:
+    source = json.loads(tokenizer._backend.to_str())
+    for token in source["added_tokens"]:
+        token["rstrip"], token["lstrip"] = token["content"] == IM_END, token["content"] == PAD
+    changed = Tokenizer(Backend.from_str(json.dumps(source)), {})
+    text = f"{IM_START}user\n {IM_END} \n{IM_START} a \n {PAD}{PAD} b"
+    found = list(changed.control_tokens(text))
+    assert [(text[start:end], id) for start, end, id in found] == [
+        (IM_START, 1),
+        (f"{IM_END} \n", 2),
+        (IM_START, 1),
+        (f" \n {PAD}", 3),
+        (PAD, 3),
+    ]
+    recognising = Backend.from_str(json.dumps(source))  # the flag that takes control tokens for text is not in the file
+    between = [text[end:start] for (_, end, _), (start, _, _) in pairwise([*found, (len(text), 0, 0)])]
+    ids = [id for (*_, own), rest in zip(found, between, strict=True) for id in (own, *changed.encode(rest))]
+    assert recognising.encode(text, add_special_tokens=False).ids == ids
+
+
+def test_a_longer_control_token_goes_before_one_inside_it(tokenizer: Tokenizer) -> None:
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_special_tokens(["<|im"])
+    other = Tokenizer(backend, {})
+    assert [id for *_, id in other.control_tokens(f"<|im {IM_START}<|im")] == [400, 1, 400]
+
+
+def test_continuing_text_gets_no_space_before_it(stories: Tokenizer) -> None:
+    ids = stories.encode("a cat sat")
+    assert stories.encode(" sat", continuing=True) == stories.encode("sat")
+    assert ids == [*stories.encode("a cat"), *stories.encode(" sat", continuing=True)]
+    assert stories.encode("sat", continuing=True) != stories.encode("sat")
+    assert stories.encode_batch(["sat"], continues=[True]) == [stories.encode("sat", continuing=True)]

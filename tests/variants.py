@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from minigpt.config import ModelConfig
+from minigpt.config import ModelConfig, RopeScaling
 from minigpt.model.transformer import GPT
 
 VOCAB, CONTEXT = 61, 16
@@ -35,6 +35,16 @@ VARIANTS: dict[str, ModelConfig] = {
     "llama-untied-ungrouped": replace(
         _ROTARY, architecture="llama", num_key_value_heads=4, tie_word_embeddings=False, norm_eps=1e-5
     ),
+    # Its four frequencies turn 1.27, 0.27, 0.06 and 0.01 times in 8 tokens: kept, between, and two slowed down.
+    "llama-long-rope": replace(
+        _ROTARY,
+        architecture="llama",
+        rope_scaling=RopeScaling(
+            kind="llama3", factor=4.0, low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=8
+        ),
+    ),
+    "qwen2": replace(_ROTARY, architecture="qwen2"),
+    "mistral": replace(_ROTARY, architecture="mistral", sliding_window=6),
     "gpt2": replace(_LAYER_NORM, architecture="gpt2", num_key_value_heads=4),
     "gpt2-untied": replace(_LAYER_NORM, architecture="gpt2", num_key_value_heads=4, tie_word_embeddings=False),
     "transformer-2017": replace(_LAYER_NORM, architecture="transformer-2017", num_key_value_heads=4),

@@ -1,6 +1,7 @@
 """A model folder: what a person uses, shares and opens elsewhere.
 
 config.json  model.safetensors  tokenizer.json  tokenizer_config.json  generation_config.json
+model-00001-of-00003.safetensors …  model.safetensors.index.json     instead of one large file
 minigpt.json        how the model was made
 metrics.jsonl       what was measured on the way
 last/               what resuming needs
@@ -8,140 +9,152 @@ last/               what resuming needs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minigpt.checkpoint.files import read_json, read_tensors, write_json, write_tensors
-from minigpt.checkpoint.huggingface import (
-    config_from_hf,
-    config_to_hf,
-    weights_from_hf,
-    weights_to_hf,
-    without_buffers,
-)
-from minigpt.config import ModelConfig
-from minigpt.errors import ModelFolderError
+from minigpt.checkpoint.adapter import fingerprint, merge_adapter
+from minigpt.checkpoint.base import base_folder, config_path, holds_adapter, read_tokenizer
+from minigpt.checkpoint.files import read_json, write_json
+from minigpt.checkpoint.huggingface import config_from_hf, config_to_hf
+from minigpt.checkpoint.weights import WEIGHTS, holds_weights, load_weights, save_weights
+from minigpt.config import ModelConfig, SamplingConfig
+from minigpt.errors import ConfigError, ModelFolderError
 from minigpt.model.transformer import GPT
 from minigpt.text.tokenizer import Tokenizer
 
-WEIGHTS = "model.safetensors"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+__all__ = ["WEIGHTS", "LoadedModel", "holds_model", "load", "load_weights", "save_description", "save_weights"]
+
+GENERATION = "generation_config.json"
+DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, with its tokenizer and the folder's own record of how it was made (may be empty)."""
+    """A model ready to run, with its tokenizer and the folder's own record of how it was made (may be empty).
+
+    `generation` has those settings of SamplingConfig that the model's makers chose in generation_config.json.
+    """
 
     folder: Path
     model: GPT
     tokenizer: Tokenizer
     record: dict[str, Any]
+    generation: dict[str, Any] = field(default_factory=dict)
 
 
 def holds_model(folder: Path) -> bool:
-    """Tell whether a folder holds a model that can generate."""
-    return (folder / WEIGHTS).is_file() and (folder / "config.json").is_file()
+    """Tell whether a folder holds a model that can generate, or an adapter of one."""
+    return holds_adapter(folder) or (holds_weights(folder) and (folder / "config.json").is_file())
 
 
-def save_description(folder: Path, config: ModelConfig, tokenizer: Tokenizer, record: dict[str, Any]) -> None:
-    """Write everything of a model folder but its weights."""
+def save_description(
+    folder: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    record: dict[str, Any],
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Write everything of a model folder but its weights; `save_weights` comes after it and notes their type.
+
+    `generation` are defaults of sampling, as `LoadedModel` has them.
+    """
     raw = config_to_hf(
         config, end_of_text_id=tokenizer.end_of_text_id, bos_id=tokenizer.bos_id, pad_id=tokenizer.pad_id
     )
     write_json(folder / "config.json", raw)
+    save_companions(folder, tokenizer, record, generation)
+
+
+def save_companions(
+    folder: Path, tokenizer: Tokenizer, record: dict[str, Any], generation: Mapping[str, Any] | None = None
+) -> None:
+    """Write what stands beside the config of a model or an adapter: tokenizer, generation_config.json and the record.
+
+    `generation` are defaults of sampling, as `LoadedModel` has them.
+    """
     ends = {
-        "bos_token_id": raw["bos_token_id"],
+        "bos_token_id": tokenizer.end_of_text_id if tokenizer.bos_id is None else tokenizer.bos_id,
         "eos_token_id": list(tokenizer.end_ids),
-        "pad_token_id": raw["pad_token_id"],
+        "pad_token_id": tokenizer.pad_id,
     }
-    write_json(folder / "generation_config.json", ends)
+    chosen = dict(generation or {})
+    if chosen.keys() & {"temperature", "top_k", "top_p"}:
+        chosen["do_sample"] = chosen.get("temperature") != 0  # else transformers takes the best token, whatever is said
+    write_json(folder / GENERATION, ends | chosen)
     write_json(folder / "minigpt.json", record)
     tokenizer.save(folder)
-
-
-def save_weights(folder: Path, model: GPT) -> None:
-    """Write a model's weights under the names of `transformers`."""
-    write_tensors(folder / WEIGHTS, weights_to_hf(model.state_dict(), model.config), {"format": "pt"})
 
 
 def load(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
     """Open a model folder of ours or of `transformers`; `dtype` None keeps the stored type (that of the embedding).
 
-    Nothing in it is executed. Every weight must be there, fit its shape, and have a place in the model, or it is a
-    ModelFolderError that names file and weight.
+    An adapter is merged into its base model. Nothing in a folder is executed. Every weight must be there, fit its
+    shape, and have a place in the model, or it is a ModelFolderError that names file and weight.
     """
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such model folder; train one with minigpt train, or name one with -m")
+    if holds_adapter(folder):
+        return _load_adapted(folder, device, dtype)
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} holds no model (no config.json in it)")
-    config = config_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_config(folder)
     tokenizer = Tokenizer.load(folder)
+    _check_vocabulary(folder, tokenizer, config)
+    record, generation = _record(folder), _generation(folder)
+    model = load_weights(folder, config, device=device, dtype=dtype).eval()
+    return LoadedModel(folder, model, tokenizer, record, generation)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read the shape of a model, or of the one that an adapter belongs to."""
+    path = config_path(folder)
+    return config_from_hf(read_json(path), str(path))
+
+
+def _load_adapted(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> LoadedModel:
+    """Open an adapter's base model and merge the adapter into it, in the wider of the two types."""
+    base, record = base_folder(folder), _record(folder)
+    loaded = load(base, dtype=torch.float32 if dtype == torch.float32 else None)
+    made_for = record.get("base")
+    known = made_for.get("fingerprint") if isinstance(made_for, dict) else None
+    if known is not None and known != fingerprint(base):
+        raise ModelFolderError(
+            f"{folder}: its base model {base} has other weights than the adapter was trained on; "
+            "put the old ones back, or train the adapter again"
+        )
+    model, stored = loaded.model, loaded.model.lm_head.weight.dtype
+    merge_adapter(folder, model)
+    tokenizer = read_tokenizer(folder)
+    _check_vocabulary(folder, tokenizer, model.config)
+    generation = _generation(folder) or loaded.generation
+    return LoadedModel(folder, model.to(device=device, dtype=dtype or stored), tokenizer, record, generation)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "minigpt.json") if (folder / "minigpt.json").is_file() else {}
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    """Read the defaults of sampling; a null, and a top_k of 0, which there means all, is none."""
+    path = folder / GENERATION
+    raw = read_json(path) if path.is_file() else {}
+    chosen = {name: raw[name] for name in DEFAULTS if raw.get(name) is not None}
+    if chosen.get("top_k") == 0:
+        del chosen["top_k"]
+    try:
+        SamplingConfig(**chosen)
+    except ConfigError as error:
+        raise ModelFolderError(f"{path}: {error}") from error
+    return chosen
+
+
+def _check_vocabulary(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelFolderError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model only {config.vocab_size:,}; "
             "they do not belong together"
         )
-    model = load_weights(folder, config)
-    model = model.to(device=device, dtype=dtype or model.model.embed_tokens.weight.dtype).eval()
-    record = read_json(folder / "minigpt.json") if (folder / "minigpt.json").is_file() else {}
-    return LoadedModel(folder, model, tokenizer, record)
-
-
-def load_weights(folder: Path, config: ModelConfig) -> GPT:
-    """Build the model around the stored weights, without filling it first."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ModelFolderError(f"{folder} holds no {WEIGHTS}{_hint(folder)}")
-    stored = without_buffers(read_tensors(path)[0], config)
-    model = _empty_model(path, config, stored)
-    _check_fit(path, stored, weights_to_hf(model.state_dict(), config))
-    weights = weights_from_hf(stored, config)
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-def _hint(folder: Path) -> str:
-    """Say what else there is in a folder without our file of weights."""
-    if (folder / f"{WEIGHTS}.index.json").is_file():
-        return "; weights in several files are not supported, join them into one"
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-    return f"; {pickles[0]} is a pickle, which can run code and is never opened" if pickles else ""
-
-
-def _empty_model(path: Path, config: ModelConfig, stored: dict[str, Tensor]) -> GPT:
-    """Build the model without memory for its weights; a size that no file of weights can have is an error."""
-    misfit = ModelFolderError(f"{path} does not hold a model of the size that config.json asks for")
-    if config.num_hidden_layers > len(stored):
-        raise misfit
-    try:
-        with torch.device("meta"):
-            return GPT(config)
-    except (RuntimeError, TypeError) as error:  # more bytes, or a larger number, than PyTorch can count
-        raise misfit from error
-
-
-def _check_fit(path: Path, stored: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare names, shapes and types of stored weights with those that the model has."""
-    missing = sorted(expected.keys() - stored.keys())
-    unexpected = sorted(stored.keys() - expected.keys() - {"lm_head.weight"})  # a tied one may be stored all the same
-    if missing or unexpected:
-        what = f"has no weight {missing[0]!r}" if missing else f"has a weight {unexpected[0]!r} with no place"
-        raise ModelFolderError(f"{path} {what} in the model of config.json")
-    for name, weight in expected.items():
-        found = stored[name]
-        if found.shape != weight.shape:
-            raise ModelFolderError(
-                f"{path}: {name} is {list(found.shape)}, but config.json asks for {list(weight.shape)}"
-            )
-        if found.dtype not in FLOATS:
-            raise ModelFolderError(
-                f"{path}: {name} has type {found.dtype}; supported are float32, bfloat16, float16 and float64"
-            )

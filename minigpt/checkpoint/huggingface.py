@@ -1,4 +1,4 @@
-"""Configs and weight names of `transformers`, in both directions: qwen3, llama, gpt2.
+"""Configs and weight names of `transformers`, in both directions: qwen3, llama, qwen2, mistral, gpt2.
 
 Inside, every architecture uses the names of Llama; only gpt2 is stored under other names, with its matrices
 transposed and query, key and value in one. `transformer-2017` has no counterpart there and keeps our own names.
@@ -7,16 +7,23 @@ transposed and query, key and value in one. `transformer-2017` has no counterpar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minigpt.config import ModelConfig
+from minigpt.config import ModelConfig, RopeScaling
 from minigpt.errors import ConfigError, ModelFolderError
 
-CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+CLASSES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+LLAMA_KINDS = ("qwen3", "llama", "qwen2", "mistral", "transformer-2017")
 GPT2_NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.embed_positions": "transformer.wpe",
@@ -27,10 +34,28 @@ GPT2_NAMES = {
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
 }
+GPT2_FUSED = ("q_proj", "k_proj", "v_proj")  # in this order in one matrix
+# Settings that change what a model computes, with the values under which it computes what ours does.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (None, False),  # would differ from layer to layer
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "is_causal": (None, True),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True),
+    "per_layer_config": (None, {}),
+}
+ROPE_SETTINGS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor",
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+}  # fmt: skip
+MISTRAL_WINDOW = 4096  # of a config that names none; null is none
 
 
 def config_to_hf(config: ModelConfig, *, end_of_text_id: int, bos_id: int | None, pad_id: int | None) -> dict[str, Any]:
-    """Spell a config as the `config.json` of `transformers`."""
+    """Spell a config as the `config.json` of `transformers`, for weights in float32."""
     shared = {
         "architectures": [CLASSES.get(config.architecture, "MinigptForCausalLM")],
         "model_type": config.architecture,
@@ -61,7 +86,7 @@ def _gpt2_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_fields(config: ModelConfig) -> dict[str, Any]:
-    fields = {
+    fields: dict[str, Any] = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
@@ -74,41 +99,80 @@ def _llama_fields(config: ModelConfig) -> dict[str, Any]:
     }
     if config.traits.positions != "rotary":
         return fields | {"hidden_act": config.traits.mlp}
-    return fields | {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_theta": config.rope_theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # read by transformers 5
-    }
+    fields |= {"hidden_act": "silu"} | _rope_fields(config)
+    if config.architecture in ("qwen3", "llama"):
+        fields["attention_bias"] = False  # qwen2 always has biases, mistral never, and neither has a setting for it
+    if config.architecture == "mistral":
+        fields["sliding_window"] = config.sliding_window
+    return fields
+
+
+def _rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """Theta and scaling twice: as `transformers` 4 reads them, and as `transformers` 5 does."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        rope: dict[str, Any] = {"rope_type": "default"}
+    elif scaling.kind == "linear":
+        rope = {"rope_type": "linear", "factor": scaling.factor}
+    else:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    older = {"rope_theta": config.rope_theta, "rope_scaling": None if scaling is None else rope}
+    return older | {"rope_parameters": rope | {"rope_theta": config.rope_theta}}
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """Read a `config.json`; whatever this model cannot compute is a ModelFolderError that names it."""
+    """Read a `config.json`; whatever this model cannot compute is a ModelFolderError that names it.
+
+    A file that names Python code for its own classes (`auto_map`) is read as the standard model of its `model_type`;
+    the code is never looked at.
+    """
     kind = raw.get("model_type")
+    if kind != "gpt2" and kind not in LLAMA_KINDS:
+        supported = ", ".join((*CLASSES, "transformer-2017"))
+        raise ModelFolderError(f"{where}: model_type {kind!r} is not supported (supported: {supported})")
     try:
-        if kind == "gpt2":
-            return _gpt2_config(raw, where)
-        if kind in ("llama", "qwen3", "transformer-2017"):
-            return _llama_config(raw, kind, where)
+        _check_settings(raw, where)
+        return _gpt2_config(raw, where) if kind == "gpt2" else _llama_config(raw, kind, where)
     except KeyError as error:
         raise ModelFolderError(f"{where}: no {error.args[0]!r}; the model's shape is incomplete") from error
     except ConfigError as error:
         raise ModelFolderError(f"{where}: {error}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelFolderError(f"{where}: a setting is of the wrong kind ({error}); copy the file again") from error
-    raise ModelFolderError(
-        f"{where}: model_type {kind!r} is not supported (supported: qwen3, llama, gpt2, transformer-2017)"
-    )
+
+
+def _check_settings(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse weights that are not stored plainly, and settings under which the model would compute something else."""
+    for name in ("quantization_config", "compression_config"):
+        if raw.get(name):
+            method = raw[name].get("quant_method", "an unnamed method")
+            raise ModelFolderError(
+                f"{where}: the weights are quantised ({method}), which is not supported; take the model in float32, "
+                "float16 or bfloat16, or its GGUF file through minigpt import"
+            )
+    for name, plain in PLAIN.items():
+        if raw.get(name) not in plain:
+            raise ModelFolderError(f"{where}: {name} is {str(raw[name])[:40]}; that is not supported")
 
 
 def _llama_config(raw: Mapping[str, Any], kind: Any, where: str) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
-    if activation != ("relu" if kind == "transformer-2017" else "silu"):
+    if activation not in (("relu",) if kind == "transformer-2017" else ("silu", "swish")):  # two names of one function
         raise ModelFolderError(f"{where}: hidden_act {activation!r} is not supported for {kind}")
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(name):
-            raise ModelFolderError(f"{where}: {name} is set; that is not supported")
+    if raw.get("attention_bias") and kind != "qwen2":
+        raise ModelFolderError(f"{where}: attention_bias is set; that is not supported for {kind}")
+    window = raw.get("sliding_window", MISTRAL_WINDOW) if kind == "mistral" else None
+    for layer in raw.get("layer_types") or ():
+        if layer != ("full_attention" if window is None else "sliding_attention"):
+            raise ModelFolderError(f"{where}: layer_types has {layer!r}; that is not supported here for {kind}")
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    theta, scaling = _rope(raw, where)
     return ModelConfig(
         architecture=kind,
         vocab_size=raw["vocab_size"],
@@ -119,28 +183,50 @@ def _llama_config(raw: Mapping[str, Any], kind: Any, where: str) -> ModelConfig:
         head_dim=raw.get("head_dim") or hidden // heads,
         intermediate_size=raw["intermediate_size"],
         max_position_embeddings=raw["max_position_embeddings"],
-        rope_theta=_rope_theta(raw, where),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=window,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         dropout=raw.get("attention_dropout", 0.0),
     )
 
 
-def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
-    """Find theta where either generation of `transformers` keeps it; other kinds of rope are refused."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelFolderError(f"{where}: rope type {kind!r} is not supported (supported: default)")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Find theta and scaling where either generation of `transformers` keeps them; other kinds of rope are refused."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kinds = {rope[name] for name in ("rope_type", "type") if rope.get(name) is not None} or {"default"}
+    for kind in sorted(kinds - {"default", "linear", "llama3"}):
+        raise ModelFolderError(f"{where}: rope type {kind!r} is not supported (supported: default, linear, llama3)")
+    if len(kinds) > 1:
+        raise ModelFolderError(f"{where}: rope type is both {' and '.join(sorted(kinds))}; leave one of them")
+    for name, value in rope.items():
+        if value is not None and (name not in ROPE_SETTINGS or (name == "partial_rotary_factor" and value != 1.0)):
+            raise ModelFolderError(f"{where}: rope setting {name} is {str(value)[:40]}; that is not supported")
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    (kind,) = kinds
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=rope["factor"])
+    # Some files have the length of the first training outside of the rope settings.
+    first = rope.get("original_max_position_embeddings") or raw["original_max_position_embeddings"]
+    other = raw.get("original_max_position_embeddings", first)
+    if other not in (None, first):
+        raise ModelFolderError(f"{where}: original_max_position_embeddings is both {first} and {other}; leave one")
+    return theta, RopeScaling(
+        kind="llama3",
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=first,
+    )
 
 
 def _gpt2_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     activation = raw.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
         raise ModelFolderError(f"{where}: activation_function {activation!r} is not supported for gpt2")
-    if raw.get("scale_attn_by_inverse_layer_idx") or not raw.get("scale_attn_weights", True):
-        raise ModelFolderError(f"{where}: this way of scaling attention is not supported for gpt2")
     heads, hidden = raw["n_head"], raw["n_embd"]
     return ModelConfig(
         architecture="gpt2",
@@ -158,59 +244,66 @@ def _gpt2_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-def weights_to_hf(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename our weights to those of `transformers`; a tied output embedding is left out."""
-    weights = {k: v for k, v in weights.items() if not (config.tie_word_embeddings and k == "lm_head.weight")}
-    if config.architecture != "gpt2":
-        return weights
-    renamed: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        if re.search(r"self_attn\.[kv]_proj", name):
+def layout(names: Iterable[str], config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Map the name of each weight in the files of `transformers` to ours: one, or three where GPT-2 has q, k, v in one.
+
+    A tied output embedding is not stored.
+    """
+    stored: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        if "self_attn.q_proj" in name:
-            parts = [weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            renamed[_gpt2_name(name.replace("self_attn.q_proj", "attn.c_attn"))] = torch.cat(parts).t().contiguous()
-            continue
-        transposed = weight.dim() == 2 and "layers" in name
-        renamed[_gpt2_name(name)] = weight.t().contiguous() if transposed else weight
-    return renamed
+        if config.architecture != "gpt2":
+            stored[name] = (name,)
+        elif "self_attn.q_proj" in name:
+            parts = tuple(name.replace("q_proj", part) for part in GPT2_FUSED)
+            stored[_gpt2_name(name.replace("self_attn.q_proj", "attn.c_attn"))] = parts
+        elif not re.search(r"self_attn\.[kv]_proj", name):
+            stored[_gpt2_name(name)] = (name,)
+    return stored
 
 
-def without_buffers(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Leave out the constants that older files carry, and give GPT-2's names the prefix that the first ones lack."""
+def to_stored(parts: Sequence[Tensor], names: Sequence[str], config: ModelConfig) -> Tensor:
+    """Turn weights of ours, one or the three that `layout` puts together, into the one that is stored."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+    return whole.t().contiguous() if _transposed(whole.dim(), names[0], config) else whole
+
+
+def stored_shape(shapes: Sequence[Sequence[int]], names: Sequence[str], config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of what `to_stored` makes of weights with these shapes."""
+    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return whole[::-1] if _transposed(len(whole), names[0], config) else whole
+
+
+def from_stored(weight: Tensor, names: Sequence[str], config: ModelConfig) -> list[Tensor]:
+    """Return views of a stored weight in the form of ours, the reverse of `to_stored`."""
+    whole = weight.t() if _transposed(weight.dim(), names[0], config) else weight
+    return list(whole.chunk(len(names)))
+
+
+def same_form(dimensions: int, names: Sequence[str], config: ModelConfig) -> bool:
+    """Tell whether a weight of one or two dimensions is stored as ours is."""
+    return len(names) == 1 and not _transposed(dimensions, names[0], config)
+
+
+def known_name(name: str, config: ModelConfig) -> str | None:
+    """Return the full name of a stored weight, or None for a constant that older files carry along.
+
+    The first files of GPT-2 lack the prefix `transformer.`, and hold its masks; those of Llama hold rotary frequencies.
+    """
     if config.architecture != "gpt2":
-        return {name: weight for name, weight in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    return {
-        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": weight
-        for name, weight in weights.items()
-        if not re.search(r"\.attn\.(masked_)?bias$", name)
-    }
+        return None if name.endswith("rotary_emb.inv_freq") else name
+    if re.search(r"(^|\.)h\.\d+\.attn\.(masked_)?bias$", name):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
-def weights_from_hf(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename the weights of `transformers` to ours, the reverse of `weights_to_hf`."""
-    if config.architecture != "gpt2":
-        return dict(weights)
-    renamed: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        ours = _our_name(name)
-        value = weight.t().contiguous() if weight.dim() == 2 and ".layers." in ours else weight
-        if "attn.c_attn" not in ours:
-            renamed[ours] = value
-            continue
-        for part, piece in zip(("q_proj", "k_proj", "v_proj"), value.chunk(3), strict=True):
-            renamed[ours.replace("attn.c_attn", f"self_attn.{part}")] = piece.contiguous()
-    return renamed
+def _transposed(dimensions: int, name: str, config: ModelConfig) -> bool:
+    """GPT-2's blocks multiply from the left: their matrices are (in, out)."""
+    return config.architecture == "gpt2" and dimensions == 2 and "layers." in name
 
 
 def _gpt2_name(name: str) -> str:
     for ours, theirs in GPT2_NAMES.items():
         name = name.replace(ours, theirs)
     return name.replace("model.layers.", "transformer.h.")
-
-
-def _our_name(name: str) -> str:
-    name = name.replace("transformer.h.", "model.layers.")
-    for ours, theirs in GPT2_NAMES.items():
-        name = name.replace(f"{theirs}.", f"{ours}.")
-    return name

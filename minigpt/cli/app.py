@@ -12,11 +12,24 @@ import typer
 import typer.core
 
 from minigpt import __version__
-from minigpt.cli import console, evaluate, generate, info, inspect, tokenizer, train
+from minigpt.cli import (
+    chat,
+    console,
+    data,
+    evaluate,
+    export,
+    finetune,
+    generate,
+    import_,
+    info,
+    inspect,
+    tokenizer,
+    train,
+)
 from minigpt.cli.signals import Stopped, raise_on_signals
 from minigpt.errors import MinigptError
 
-JOURNEY = ("tokenizer", "train", "generate", "eval", "inspect", "info")
+JOURNEY = ("tokenizer", "train", "data", "finetune", "generate", "chat", "eval", "inspect", "info", "export", "import")
 
 
 class Journey(typer.core.TyperGroup):
@@ -54,10 +67,15 @@ def minigpt(
 
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command("train")(train.train)
+app.add_typer(data.app, name="data")
+app.command("finetune")(finetune.finetune)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("eval")(evaluate.evaluate)
 app.command("inspect")(inspect.inspect)
 app.command("info")(info.info)
+app.command("export")(export.export)
+app.command("import")(import_.import_)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`minigpt eval`: how well a model predicts a text."""
+"""`minigpt eval`: how well a model predicts a text, or answers the rows of a task."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli import console, models, stdin
+from minigpt.cli.tasks import Column, TaskName, instructions_task, likelihood_task, perplexity, table
 from minigpt.cli.texts import stdin_file, typed
 from minigpt.errors import DataError, UsageError
+from minigpt.text.bundled import bundled_questions
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from minigpt.checkpoint.folder import LoadedModel
+    from minigpt.config import DTypeName
     from minigpt.evaluation.bits import Score
     from minigpt.model.transformer import GPT
     from minigpt.text.pieces import Piece
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
 
 STDIN = "stdin"
+FIELD = "text"
 BATCH_PIECES = 64
 
 
@@ -46,6 +51,17 @@ def evaluate(
         typer.Argument(metavar="FILE", help="Files, folders or globs; - is standard input.", show_default=False),
     ] = None,
     model: models.ModelOption = None,
+    task: Annotated[
+        TaskName | None,
+        typer.Option(help="Ask what FILE asks, instead: share right, with a 95 % range.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="With --task: the first N rows (of each file).", min=1, show_default=False)
+    ] = None,
+    show: Annotated[
+        int | None,
+        typer.Option(help="With --task instructions: print N answers too.", min=1, show_default=False),
+    ] = None,
     as_json: models.JsonOption = False,
     limit_tokens: Annotated[
         int | None,
@@ -53,7 +69,7 @@ def evaluate(
     ] = None,
     field_: Annotated[
         str, typer.Option("--field", help="Field of a JSON line or parquet row that holds the text.")
-    ] = "text",
+    ] = FIELD,
     separator: Annotated[
         str | None, typer.Option(help=r"Text between documents of a file, such as '\n\n'.", show_default=False)
     ] = None,
@@ -66,21 +82,40 @@ def evaluate(
       minigpt eval alice.txt -m runs/alice
       cat *.txt | minigpt eval - --json
       minigpt eval books/ --limit-tokens 100000
+      minigpt eval --task blimp BLiMP.zip --limit 200
+      minigpt eval --task instructions --show 5
 
     Every token counts once and sees at least half a context before it, where the text has that much. Each document
     follows an end-of-text token (or the model's begin token), which is context only.
+
+    A task is a file of JSON lines, a folder or a zip of them. lambada {context, continuation}: right when each token of
+    the continuation is the likeliest; perplexity a word. blimp {sentence_good, sentence_bad}, arc and piqa {query,
+    choices, gold}: right when the right one has the highest summed log-probability; "per byte", the highest divided by
+    its length in UTF-8 bytes.
+    instructions {instruction, input, output, kind}, by default the bundled ones: right when the model's own answer, in
+    its chat template, is the output but for spaces; "best constant" is what one answer to all would get.
     """
+    if task is None and (limit is not None or show is not None):
+        raise UsageError("--limit and --show are for --task; a text is cut with --limit-tokens")
+    if task is not None:
+        if limit_tokens is not None or field_ != FIELD or separator is not None:
+            raise UsageError("--limit-tokens, --field and --separator are for text; with --task there is --limit")
+        file = _task_file(task, files or [], show)
+        loaded = _load(model, device, dtype)
+        if task == "instructions":
+            instructions_task(loaded, file, limit, show or 0, as_json=as_json)
+        else:
+            likelihood_task(loaded, task, file, limit, as_json=as_json)
+        return
     if not files and not stdin.is_piped():
         raise UsageError("no text; name files or folders, or pipe text: cat alice.txt | minigpt eval")
     from minigpt.text.sources import SourceOptions
 
     options = SourceOptions(field=typed(field_), separator=typed(separator))
     paths = _paths(files or ["-"])
-    folder, device_ = models.resolve(model), models.pick_device(device)
-    from minigpt.checkpoint.folder import load
+    loaded = _load(model, device, dtype)
     from minigpt.evaluation.bits import Score
 
-    loaded = load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
     scores: dict[str, Score] = {}
     for path in paths:
         if path is None:
@@ -91,7 +126,25 @@ def evaluate(
         scores[text.name] = _score(loaded.model, loaded.tokenizer, text, limit_tokens)
     found = list(scores.values())
     total = Score(sum(s.nats for s in found), sum(s.tokens for s in found), sum(s.bytes for s in found))
-    _print_json(folder, total, scores) if as_json else _print_table(total, scores)
+    _print_json(loaded.folder, total, scores) if as_json else _print_table(total, scores)
+
+
+def _load(model: Path | None, device: str | None, dtype: DTypeName | None) -> LoadedModel:
+    folder, device_ = models.resolve(model), models.pick_device(device)
+    from minigpt.checkpoint.folder import load
+
+    return load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
+
+
+def _task_file(task: TaskName, files: list[str], show: int | None) -> Path:
+    """The one file, folder or archive that a task is read from; instructions come with the program."""
+    if task == "instructions" and not files:
+        return bundled_questions()[0]
+    if len(files) != 1 or files == ["-"]:
+        raise UsageError(f"--task {task} takes one file, folder or zip; name it: minigpt eval --task {task} FILE")
+    if show is not None and task != "instructions":
+        raise UsageError(f"--show is for --task instructions; {task} has no answers to show")
+    return Path(files[0])
 
 
 def _paths(files: list[str]) -> list[Path | None]:
@@ -175,10 +228,12 @@ def _print_json(folder: Path, total: Score, scores: dict[str, Score]) -> None:
 
 def _print_table(total: Score, scores: dict[str, Score]) -> None:
     rows = dict(scores) if len(scores) == 1 else {**scores, "all": total}
-    width = max(map(len, rows))
-    console.write(f"{'':{width}}  bits/byte  nats/token  perplexity      tokens       bytes\n")
-    for name, score in rows.items():
-        console.write(
-            f"{name:{width}}  {score.bits_per_byte:9.4f}  {score.loss:10.4f}  {score.perplexity:10.2f}  "
-            f"{score.tokens:10,}  {score.bytes:10,}\n"
-        )
+    found = list(rows.values())
+    columns = [
+        Column("bits/byte", [f"{score.bits_per_byte:.4f}" for score in found]),
+        Column("nats/token", [f"{score.loss:.4f}" for score in found]),
+        Column("perplexity", [perplexity(score.perplexity) for score in found]),
+        Column("tokens", [f"{score.tokens:,}" for score in found]),
+        Column("bytes", [f"{score.bytes:,}" for score in found]),
+    ]
+    console.write(table(list(rows), columns))

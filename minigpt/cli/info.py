@@ -72,14 +72,13 @@ def info(
 def _read(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Read what describes a model; its weights stay on the disk."""
     from minigpt.checkpoint.files import read_json
-    from minigpt.checkpoint.folder import holds_model
-    from minigpt.checkpoint.huggingface import config_from_hf
+    from minigpt.checkpoint.folder import holds_model, read_config
 
-    path, record = folder / "config.json", folder / "minigpt.json"
+    record = folder / "minigpt.json"
     if not holds_model(folder):
         what = "holds no model" if folder.is_dir() else "no such model folder"
         raise ModelFolderError(f"{folder}: {what}; name a model folder, or a size with --preset")
-    return config_from_hf(read_json(path), str(path)), read_json(record) if record.is_file() else {}
+    return read_config(folder), read_json(record) if record.is_file() else {}
 
 
 def _sizes(config: ModelConfig, record: dict[str, Any], context: int) -> dict[str, Any]:

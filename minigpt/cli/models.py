@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minigpt.cli import console
 from minigpt.config import DTypeName
 from minigpt.errors import ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
     import torch
+
+    from minigpt.checkpoint.folder import LoadedModel
+    from minigpt.text.chat import ChatTemplate
 
 RUNS = Path("runs")
 
@@ -44,12 +48,21 @@ DTypeOption = Annotated[
         show_default=False,
     ),
 ]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--template",
+        help="chatml: write conversations in ChatML. [default: the template that came with the model]",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 def _runs() -> list[Path]:
     """Folders under runs/ that can generate, the newest first."""
     weights = [path for path in RUNS.glob("*/model.safetensors") if (path.parent / "config.json").is_file()]
+    weights += [path for path in RUNS.glob("*/adapter_model.safetensors") if (path.parent / "minigpt.json").is_file()]
     return [path.parent for path in sorted(weights, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
@@ -95,3 +108,13 @@ def pick_dtype(name: DTypeName | None, device: torch.device) -> torch.dtype | No
         return torch.float32 if device.type == "cpu" else None
     dtype: Any = getattr(torch, name)
     return dtype  # type: ignore[no-any-return]
+
+
+def pick_template(loaded: LoadedModel, override: str | None) -> ChatTemplate:
+    """Return the template for conversations with a model; say so where the model was never tuned for any."""
+    from minigpt.text.chat import chat_template
+
+    template = chat_template(loaded.tokenizer, override)
+    if loaded.record.get("made_by") == "train" or loaded.tokenizer.chat_template is None:
+        console.note("note: this model was not tuned for chat; it continues the conversation as it would any text")
+    return template

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minigpt.errors import ConfigError, UsageError
+
+BUDGETS = ("minutes", "steps", "epochs", "tokens")  # a run has one of them
 
 Sections = dict[str, dict[str, Any]]
 
@@ -28,6 +31,21 @@ def read_settings(file: Path | None, assignments: list[str], sections: tuple[str
             raise UsageError(f"--set {assignment}: unknown section {section!r} (known: {', '.join(sections)})")
         settings[section][key] = _value(text)
     return settings
+
+
+def move_settings(
+    options: dict[str, Any], settings: Sections, also_options: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    """Move settings that are options too where these are, and leave out what was not said.
+
+    `also_options` has the option's name for a section and key.
+    """
+    for (section, key), name in also_options.items():
+        value = settings[section].pop(key, None)
+        rivals = BUDGETS if name in BUDGETS else (name,)
+        if all(options[rival] is None for rival in rivals):
+            options[name] = value
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SHOW_CURSOR = b"\x1b[?25h"
+INTERRUPTED = 128 + signal.SIGINT  # the exit status after Ctrl-C
 
 
 class Stopped(BaseException):

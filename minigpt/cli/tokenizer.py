@@ -57,7 +57,7 @@ def train(
     sample_mb: Annotated[float, typer.Option(help="Megabytes of text to learn from.")] = 16.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the tokenizer in the folder.")] = False,
 ) -> None:
-    r"""Learn a byte-level BPE vocabulary from text.
+    """Learn a byte-level BPE vocabulary from text.
 
     \b
       minigpt tokenizer train alice.txt -o runs/words --vocab-size 1024
@@ -187,9 +187,9 @@ def _segmented(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _load(model: Path | None) -> Tokenizer:
-    from minigpt.text.tokenizer import Tokenizer
+    from minigpt.checkpoint.base import read_tokenizer
 
-    return Tokenizer.load(models.resolve(model))
+    return read_tokenizer(models.resolve(model))
 
 
 def _json(value: dict[str, Any]) -> str:

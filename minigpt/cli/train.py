@@ -11,7 +11,7 @@ import typer
 
 from minigpt.cli import stdin
 from minigpt.cli.models import RUNS, DeviceOption
-from minigpt.cli.settings import Sections, read_settings
+from minigpt.cli.settings import move_settings, read_settings
 from minigpt.cli.texts import typed
 from minigpt.config import ArchitectureName, DTypeName, OptimizerName, PresetName, check_choice
 from minigpt.errors import UsageError
@@ -120,11 +120,11 @@ def train(
     settings["train"] |= {key: value for key, value in said.items() if value is not None}
     options: dict[str, Any] = {"preset": preset, "minutes": minutes, "steps": steps, "epochs": epochs, "tokens": tokens}
     options |= {"architecture": arch, "context": context, "vocab_size": vocab_size, "seed": seed, "dtype": dtype}
-    options = _with_settings(options, settings)
+    options = move_settings(options, settings, ALSO_OPTIONS)
     compute = options.pop("dtype", None)
     if compute is not None:
         check_choice("compute_dtype", compute, get_args(DTypeName))
-    from minigpt.cli.training import Job, train_job
+    from minigpt.cli.pretraining import Job, train_job
     from minigpt.training.plan import Request
     from minigpt.training.pretrain import DataRequest
 
@@ -142,17 +142,6 @@ def train(
         named_out=out is not None, device=device, dtype=compute, sourced=bool(sources) or named == stdin.NAME,
     )  # fmt: skip
     raise typer.Exit(train_job(job, resume=resume, overwrite=overwrite))
-
-
-def _with_settings(options: dict[str, Any], settings: Sections) -> dict[str, Any]:
-    """Move settings that are options too where these are, and leave out what was not said."""
-    budgets = ("minutes", "steps", "epochs", "tokens")
-    for (section, key), name in ALSO_OPTIONS.items():
-        value = settings[section].pop(key, None)
-        rivals = budgets if name in budgets else (name,)
-        if all(options[rival] is None for rival in rivals):
-            options[name] = value
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _sources(sources: list[str], resume: bool) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,8 @@ from minigpt.inference.sampling import next_tokens, random_streams
 from minigpt.inference.stopping import StopText
 from minigpt.model.cache import KVCache
 from minigpt.model.transformer import GPT
-from minigpt.text.tokenizer import StreamDecoder, Tokenizer
+from minigpt.text.streaming import StreamDecoder
+from minigpt.text.tokenizer import Tokenizer
 
 PREFILL_CHUNK = 512  # prompt tokens a row per forward pass
 
@@ -89,8 +90,37 @@ def stream(
         for index, (prompt, source) in enumerate(zip(prompts, random_streams(list(seeds)), strict=True))
     ]
     cache = _allocate(model, prompts, sampling)
+    yield from _run(model, tokenizer, cache, prompts, prompts, sampling, rows)
+
+
+@torch.inference_mode()
+def stream_from(
+    model: GPT, tokenizer: Tokenizer, cache: KVCache, prompt: Sequence[int], sampling: SamplingConfig, seed: int
+) -> Iterator[TokenEvent]:
+    """Continue one prompt whose beginning, one token less than all of it at most, is in the cache already.
+
+    The cache must have room for prompt and answer, unless the ring is as long as one window; the last token of an
+    answer is not in it. The same prompt, settings and seed give the text of `stream`.
+    """
+    assert not model.training, "dropout would make the text depend on more than its seed"
+    new = prompt[cache.lengths[0] :]
+    assert new, "nothing to read; the logits of what is in the cache are gone"
+    row = Row(0, len(prompt), random_streams([seed])[0], _decoder(tokenizer, prompt), StopText(sampling.stop))
+    yield from _run(model, tokenizer, cache, [prompt], [new], sampling, [row])
+
+
+def _run(
+    model: GPT,
+    tokenizer: Tokenizer,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    new: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    rows: list[Row],
+) -> Iterator[TokenEvent]:
+    """Read what is `new` of the prompts, then draw token after token until every row has ended."""
     seen = _seen(prompts, model) if sampling.repetition_penalty != 1.0 else None
-    logits = prefill(model, cache, prompts)
+    logits = prefill(model, cache, new)
     while rows:
         tokens = next_tokens(logits, seen, sampling, [row.stream for row in rows])
         logprobs = _logprobs(logits, tokens, sampling.logprobs)
@@ -143,12 +173,15 @@ def collect(events: Iterable[TokenEvent], rows: int) -> list[Completion]:
 
 
 def _allocate(model: GPT, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> KVCache:
-    """Make a cache as long as the texts can get, or a ring of one context where they outgrow it.
+    """Make a cache as long as the texts can get, or a ring of one window where they outgrow it.
 
-    No prompt is longer than the context, so only single tokens go around the ring.
+    A prompt longer than a sliding window goes around the ring in chunks, for which there must be room besides. No
+    prompt is longer than the context, so a ring that long meets single tokens alone.
     """
-    needed = max(map(len, prompts)) + sampling.max_new_tokens
-    capacity = min(needed, model.config.max_position_embeddings)
+    config, longest = model.config, max(map(len, prompts))
+    chunk = min(longest, PREFILL_CHUNK) if longest > config.window else 1
+    ring = min(config.window + chunk - 1, config.max_position_embeddings)
+    capacity = min(longest + sampling.max_new_tokens, ring)
     weight = model.lm_head.weight
     return KVCache(model.config, len(prompts), capacity, device=weight.device, dtype=weight.dtype)
 

@@ -12,6 +12,7 @@ from minigpt.model.loss import IGNORED, token_losses
 from minigpt.model.transformer import GPT
 
 BATCH_TOKENS = 8192  # tokens a forward pass
+LONGEST_WINDOW = 4096  # for models that reach further, attention would cost more than the score is worth
 
 Window = tuple[int, int, int]  # first input token, last target, first target that counts
 
@@ -33,7 +34,8 @@ def score(model: GPT, read: Callable[[int, int], NDArray[np.int64]], length: int
     `read(start, stop)` gives token ids. Training mode comes back as it was.
     """
     losses = np.zeros(max(length - 1, 0), dtype=np.float32)
-    training, device, context = model.training, model.lm_head.weight.device, model.config.max_position_embeddings
+    training, device = model.training, model.lm_head.weight.device
+    context = min(model.config.max_position_embeddings, LONGEST_WINDOW)
     model.eval()
     try:
         rows = max(1, BATCH_TOKENS // context)

@@ -7,8 +7,10 @@ positions (q - window, q], so a text may go on past the context for ever in the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minigpt.config import ModelConfig
@@ -23,6 +25,7 @@ class AttentionPlan:
     is_causal: bool = False  # the plain triangle, left to the attention kernel
     slots: Tensor | None = None  # (B, T): where keys go; None: they follow those that are there
     keys: int = 0  # how many slots the queries look at
+    blocks: Any = None  # in place of `mask`: what FlexAttention skips
 
 
 class KVCache:
@@ -44,7 +47,7 @@ class KVCache:
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, capacity, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.window = config.max_position_embeddings
+        self.window = config.window
         self.lengths = [0] * batch_size
 
     @property
@@ -57,6 +60,17 @@ class KVCache:
         index = torch.tensor(rows, device=self.keys.device)
         self.keys, self.values = self.keys.index_select(1, index), self.values.index_select(1, index)
         self.lengths = [self.lengths[row] for row in rows]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more tokens a row; only before a row has gone around its ring."""
+        assert max(self.lengths) <= self.capacity <= capacity
+        more = (0, 0, 0, capacity - self.capacity)
+        self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first tokens of every row; only before a row has gone around its ring."""
+        assert max(self.lengths) <= self.capacity, "the first tokens are overwritten"
+        self.lengths = [min(length, held) for held in self.lengths]
 
     def plan(self, new_tokens: int) -> AttentionPlan:
         """Work out positions, slots and mask for `new_tokens` more tokens in every row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that carries no loss
+VOCABULARY_MULTIPLE = 64  # of the columns of a GPU's products: odd sizes run several times slower there
+
+Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def chunk_rows(hidden: Tensor, vocab_size: int) -> int:
@@ -17,14 +21,32 @@ def chunk_rows(hidden: Tensor, vocab_size: int) -> int:
     return max(1, elements // vocab_size)
 
 
-def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def softmax_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy (float32) of logits (n, V), and its gradient in them: softmax minus one-hot.
+
+    The gradient has the type of the logits; targets of -100 carry neither.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    loss = F.nll_loss(log_probs, targets, reduction="sum", ignore_index=IGNORED)
+    slope = log_probs.exp_()
+    slope[torch.arange(len(targets), device=logits.device), targets.clamp(min=0)] -= 1.0
+    return loss, (slope * (targets != IGNORED).unsqueeze(-1)).to(logits.dtype)
+
+
+def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, slope: Slope = softmax_slope) -> Tensor:
     """Sum the next-token loss in nats over the targets that are not -100; a float32 scalar with a gradient.
 
-    `hidden` (…, C) are last hidden states, `weight` (V, C) the output embedding, `targets` (…) token ids.
+    `hidden` (…, C) are last hidden states, `weight` (V, C) the output embedding, `targets` (…) token ids; `slope` is
+    how logits become loss and gradient.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    total: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())  # type: ignore[no-untyped-call]
+    flat, ids = hidden.flatten(0, -2), targets.flatten()
+    if hidden.device.type == "cpu":  # a GPU would have to be waited for, to know how many are left
+        kept = (ids != IGNORED).nonzero().squeeze(-1)
+        if len(kept) < len(ids):
+            flat, ids = flat[kept], ids[kept]
+    total: Tensor = _LinearCrossEntropy.apply(flat, weight, ids, slope)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -45,23 +67,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Output projection, softmax and loss in one: the gradient is taken while each chunk's logits are at hand."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        cast = weight.detach().to(hidden.dtype)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slope_of: Slope) -> Tensor:
+        V = weight.shape[0]
+        padding = -V % VOCABULARY_MULTIPLE if hidden.device.type == "cuda" else 0
+        cast = F.pad(weight.detach().to(hidden.dtype), (0, 0, 0, padding))  # (V and what fills the last tile, C)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        weight_grad = torch.zeros_like(cast, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
         rows = chunk_rows(hidden, weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             h, target = hidden[start : start + rows], targets[start : start + rows]
-            log_probs = F.linear(h, cast).float().log_softmax(-1)  # (n, V)
-            total += F.nll_loss(log_probs, target, reduction="sum", ignore_index=IGNORED)
-            if hidden_grad is None and weight_grad is None:
-                continue
-            slope = log_probs.exp_()  # softmax - one-hot: the loss's gradient in the logits
-            valid = target != IGNORED
-            slope[torch.arange(len(target), device=h.device), target.clamp(min=0)] -= 1.0
-            slope = (slope * valid.unsqueeze(-1)).to(h.dtype)
+            logits = F.linear(h, cast)
+            if padding:
+                logits[:, V:] = -torch.inf
+            loss, slope = slope_of(logits, target)
+            total += loss
             if hidden_grad is not None:
                 torch.mm(slope, cast, out=hidden_grad[start : start + rows])
             if weight_grad is not None:
@@ -71,15 +92,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     weight_grad.addmm_(slope.t().float(), h.float())
                 else:
                     weight_grad += torch.mm(slope.t(), h)
-        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:V])
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grads[0]
         return (
             None if hidden_grad is None else hidden_grad * scale.to(hidden_grad.dtype),
             None if weight_grad is None else weight_grad * scale,
+            None,
             None,
         )

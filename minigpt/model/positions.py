@@ -12,12 +12,30 @@ import math
 import torch
 from torch import Tensor
 
+from minigpt.config import RopeScaling
 
-def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+
+def rotary_angles(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each (…, T, D/2) float32, for `positions` (…, T) (Su et al. 2021, "RoFormer")."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float().unsqueeze(-1) / theta**exponent  # (…, T, D/2)
+    frequencies = 1.0 / theta**exponent  # (D/2): radians a position
+    if scaling is not None:
+        frequencies = scaled(frequencies, scaling)
+    angles = positions.float().unsqueeze(-1) * frequencies  # (…, T, D/2)
     return angles.cos(), angles.sin()
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow rotary frequencies down so that they reach further: all of them, or for `llama3` the slow ones alone."""
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the context of the training
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * slow
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

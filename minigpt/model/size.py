@@ -21,8 +21,10 @@ def parameters(config: ModelConfig) -> int:
     norm = 2 if traits.norm == "layer" else 1  # a gain, and a shift for LayerNorm
     queries, keys = _attention_widths(config)
     block = _block_matrices(config) + 2 * norm * C
-    if traits.bias:
-        block += queries + 2 * keys + C + _mlp_inputs(config) * config.intermediate_size + C
+    if traits.bias != "none":
+        block += queries + 2 * keys
+    if traits.bias == "all":
+        block += C + _mlp_inputs(config) * config.intermediate_size + C
     if traits.qk_norm:
         block += 2 * norm * config.head_dim
     last_norm = norm * C if traits.norm_first else 0
@@ -41,11 +43,11 @@ def flops_per_token(config: ModelConfig, context: int, *, training: bool) -> int
 
     2 (L W + V C) + 4 L H D S: a multiplication and an addition for each of the W weights of a block's matrices and
     of the output layer, and for each of the S keys that a query sees, once in q k^T and once in the weighted sum of
-    values. S is (T + 1) / 2 on average under the causal mask, and never above the model's context. Training costs
+    values. S is (T + 1) / 2 on average under the causal mask, and never above the model's window. Training costs
     three times that: the backward pass has two products for each one forward (Kaplan et al. 2020, section 2.1).
     Norms, activations and softmax are not counted.
     """
-    L, window = config.num_hidden_layers, min(context, config.max_position_embeddings)
+    L, window = config.num_hidden_layers, min(context, config.window)
     seen = window * (window + 1) // 2 + (context - window) * window  # (query, key) pairs in a window
     products = L * _block_matrices(config) + config.vocab_size * config.hidden_size
     attention = 4 * L * _attention_widths(config)[0] * seen // context
@@ -60,6 +62,8 @@ def training_bytes(
     optimizer: OptimizerName = "adamw",
     *,
     device: str = "cpu",
+    adapter: int | None = None,
+    packed: bool = False,
 ) -> int:
     """Estimate the most bytes that a step's tensors take at once, without what Python and PyTorch take by themselves.
 
@@ -68,16 +72,22 @@ def training_bytes(
     MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. On a
     CPU the C library's allocator may hold as much again as all but weights and states, in freed blocks it does not
     give back.
+
+    With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
+    (`packed`) keep a mask each in every layer on a CPU.
     """
     total, tokens, element = parameters(config), micro_batch * context, DTYPE_BYTES[compute_dtype]
     matrices = config.num_hidden_layers * _block_matrices(config)
-    states = 8 * total - (4 * matrices if optimizer == "muon" else 0)
+    states = 12 * (total if adapter is None else adapter)  # gradients, and what the optimizer keeps
+    states -= 4 * matrices if optimizer == "muon" and adapter is None else 0
     copies = element * matrices if element < 4 else 0  # what autocast makes of the matrices, kept until the step's end
-    kept = (
-        activation_bytes(config, tokens, compute_dtype) + 4 * tokens * config.hidden_size
-    )  # and the last hidden states
+    kept = activation_bytes(config, tokens, compute_dtype) + mask_bytes(config, context, compute_dtype)
+    kept += 4 * tokens * config.hidden_size  # the last hidden states
+    if packed and device == "cpu":
+        kept += config.num_hidden_layers * tokens * context * element
     wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
-    return 8 * total + states + copies + kept + max(_loss_bytes(config, tokens, element, device), wide)
+    output = 8 if adapter is None else element  # bytes a weight: its gradient twice, or a copy of it alone
+    return 4 * total + states + copies + kept + max(_loss_bytes(config, tokens, element, device, output), wide)
 
 
 def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName = "float32") -> int:
@@ -96,6 +106,12 @@ def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName 
         block += _norm_bytes(config, queries, H) + _norm_bytes(config, keys, K)
     last = _norm_bytes(config, C, 1) if traits.norm_first else 0
     return tokens * (config.num_hidden_layers * block + last)
+
+
+def mask_bytes(config: ModelConfig, context: int, compute_dtype: DTypeName = "float32") -> int:
+    """Return the bytes of masks that a forward pass keeps where the window is narrower than the text, one a layer."""
+    masked = config.num_hidden_layers if context > config.window else 0
+    return masked * context * context * DTYPE_BYTES[compute_dtype]
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int, dtype_bytes: int = 4) -> int:
@@ -129,7 +145,10 @@ def _norm_bytes(config: ModelConfig, width: int, vectors: int) -> int:
     return 4 * width + 8 * vectors
 
 
-def _loss_bytes(config: ModelConfig, tokens: int, element: int, device: str) -> int:
-    """The gradients that the loss has at hand when it is done: hidden states, output layer twice, a chunk of logits."""
+def _loss_bytes(config: ModelConfig, tokens: int, element: int, device: str, output: int) -> int:
+    """What the loss has at hand when it is done: hidden states' gradient, `output` bytes for each weight of the output
+    layer, a chunk of logits.
+    """
     logits = min(tokens * config.vocab_size, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["cuda"]))
-    return element * tokens * config.hidden_size + 8 * config.vocab_size * config.hidden_size + LOGIT_BYTES * logits
+    weights = output * config.vocab_size * config.hidden_size
+    return element * tokens * config.hidden_size + weights + LOGIT_BYTES * logits

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minigpt.config import ModelConfig
 from minigpt.model.cache import AttentionPlan, KVCache
+from minigpt.model.kernels import Kernels, block_attention, document_blocks
 from minigpt.model.positions import rotary_angles, rotate, sinusoidal
 
 Rotary = tuple[Tensor, Tensor]
@@ -50,10 +51,10 @@ class Attention(nn.Module):
         self.layer, self.heads, self.kv_heads = layer, config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.dropout = config.head_dim, config.dropout
         C, bias = config.hidden_size, config.traits.bias
-        self.q_proj = nn.Linear(C, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, C, bias=bias)
+        self.q_proj = nn.Linear(C, self.heads * self.head_dim, bias=bias != "none")
+        self.k_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias != "none")
+        self.v_proj = nn.Linear(C, self.kv_heads * self.head_dim, bias=bias != "none")
+        self.o_proj = nn.Linear(self.heads * self.head_dim, C, bias=bias == "all")
         self.q_norm = Norm(self.head_dim, config) if config.traits.qk_norm else None
         self.k_norm = Norm(self.head_dim, config) if config.traits.qk_norm else None
 
@@ -83,8 +84,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, dropo
     B, H, T, D = query.shape
     if T == 1 and H != key.shape[1] and dropout == 0.0:
         # One query a head: the heads that share a key become the query rows of one product, and no key is copied.
-        grouped = query.view(B, key.shape[1], -1, D)
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.mask).view(B, H, T, D)
+        grouped = query.reshape(B, key.shape[1], -1, D)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=plan.mask).reshape(B, H, T, D)
+    if plan.blocks is not None:
+        return block_attention(query, key, value, plan.blocks)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -101,7 +104,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        C, width, bias = config.hidden_size, config.intermediate_size, config.traits.bias
+        C, width, bias = config.hidden_size, config.intermediate_size, config.traits.bias == "all"
         self.kind = config.traits.mlp
         self.gate_proj = nn.Linear(C, width, bias=bias) if self.kind == "swiglu" else None
         self.up_proj = nn.Linear(C, width, bias=bias)
@@ -147,15 +150,24 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """A table of zeros for `initialize` or a file to fill.
+
+    What nn.Embedding fills itself with on the meta device, where models are built around files, imports for seconds.
+    """
+    table: nn.Embedding = nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)  # type: ignore[no-untyped-call]
+    return table
+
+
 class Decoder(nn.Module):
     """Token ids to hidden states: embedding, positions, blocks, last norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.config, self.kernels = config, Kernels()
+        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
         learned = config.traits.positions == "learned"
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.embed_positions = _embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config) if config.traits.norm_first else None
 
@@ -166,11 +178,13 @@ class Decoder(nn.Module):
         new_lengths: list[int] | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        plan = cache.plan(tokens.shape[1]) if cache is not None else causal_plan(tokens, self.config, documents)
+        training = self.training and cache is None
+        flex = training and self.kernels.flex and self.config.dropout == 0.0
+        plan = causal_plan(tokens, self.config, documents, flex) if cache is None else cache.plan(tokens.shape[1])
         x = self.embed(tokens, plan.positions)  # (B, T, C)
         rotary = self.rotary(plan.positions)
         for block in self.layers:
-            x = block(x, plan, rotary, cache)
+            x = self.kernels.block(block, x, plan, rotary) if training else block(x, plan, rotary, cache)
         if cache is not None:
             cache.advance(new_lengths or [tokens.shape[1]] * tokens.shape[0])
         return x if self.norm is None else self.norm(x)
@@ -190,26 +204,29 @@ class Decoder(nn.Module):
         """The angles for queries and keys, (T, D/2) or (B, 1, T, D/2); None where positions are added instead."""
         if self.config.traits.positions != "rotary":
             return None
-        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-def causal_plan(tokens: Tensor, config: ModelConfig, documents: Tensor | None) -> AttentionPlan:
-    """Each token sees itself and those before it, at most one context back, and with `documents` (B, T) only its own.
+def causal_plan(tokens: Tensor, config: ModelConfig, documents: Tensor | None, flex: bool = False) -> AttentionPlan:
+    """Each token sees itself and those before it, at most one window back, and with `documents` (B, T) only its own.
 
     Positions start again in each document, so that packed documents are read as if each stood alone.
     """
     T = tokens.shape[1]
     positions = torch.arange(T, device=tokens.device)
-    if documents is None and T <= config.max_position_embeddings:
+    if documents is None and T <= config.window:
         return AttentionPlan(positions, is_causal=T > 1)
     distance = positions.unsqueeze(-1) - positions  # (T, T)
-    mask = (distance >= 0) & (distance < config.max_position_embeddings)
+    mask = (distance >= 0) & (distance < config.window)
     if documents is not None:
         same = documents.unsqueeze(-1) == documents.unsqueeze(1)  # (B, T, T)
         mask = (mask & same).unsqueeze(1)  # (B, 1, T, T)
         first = same.int().argmax(dim=-1)  # (B, T): where each token's document begins
         positions = positions - first
+        if flex:
+            return AttentionPlan(positions, blocks=document_blocks(documents, config.window))
     return AttentionPlan(positions, mask=mask)
 
 

@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 
 from minigpt.errors import DataError
 from minigpt.text.decoding import writing
-from minigpt.text.split import Part, Scan, Share, scan, share_parts, training_sample
+from minigpt.text.split import Part, Scan, Share, share_parts
 from minigpt.text.tokenizer import Tokenizer
-
-__all__ = ["Corpus", "Scan", "TokenArray", "build", "scan", "training_sample"]
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 26
@@ -76,11 +74,6 @@ class Corpus:
     train: TokenArray
     val: TokenArray
     meta: dict[str, Any]
-
-    @property
-    def documents(self) -> int:
-        """Documents kept."""
-        return int(self.meta["documents"])
 
     @property
     def train_bytes(self) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,45 @@ def json_texts(path: Path, field: str, counts: ReadCounts) -> Iterator[tuple[str
         yield where, replace_surrogates(_text_field(record, field, where), counts)
 
 
-def json_records(path: Path, counts: ReadCounts) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_records(
+    path: Path,
+    counts: ReadCounts,
+    skip: Callable[[DataError], None] | None = None,
+    *,
+    blocks: Iterable[bytes] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield where and each object of a file that holds one object a line, or one array of objects.
 
     Lines end at a line feed only: U+2028, U+0085 and the like inside strings are no line ends. Blank lines are skipped.
+    Errors: DataError for broken JSON and records that are no object; with `skip` that is called instead, and reading
+    goes on. An array ends where its JSON is broken. `blocks` are the file's bytes where its path cannot be opened.
     """
-    lines = enumerate(_lines(decode_blocks(read_blocks(path), path, counts)), start=1)
+    blocks = read_blocks(path) if blocks is None else blocks
+    lines = enumerate(_lines(decode_blocks(blocks, path, counts)), start=1)
     first = True
     for number, line in lines:
         if not line.strip():
             continue
         if first and line.lstrip().startswith("["):
-            yield from _array_records(chain([line], (line for _, line in lines)), number, path)
+            yield from _array_records(chain([line], (line for _, line in lines)), number, path, skip)
             return
         first = False
         where = f"{path}:{number}"
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: broken JSON ({_reason(error)}); one object a line is expected") from error
-        yield where, _as_object(record, where)
+            record = _as_object(_line_value(line, where), where)
+        except DataError as error:
+            if skip is None:
+                raise
+            skip(error)
+            continue
+        yield where, record
+
+
+def _line_value(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: broken JSON ({_reason(error)}); one object a line is expected") from error
 
 
 def _lines(chunks: Iterable[str]) -> Iterator[str]:
@@ -64,7 +84,9 @@ def _lines(chunks: Iterable[str]) -> Iterator[str]:
     yield "".join(held)
 
 
-def _array_records(lines: Iterable[str], number: int, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _array_records(
+    lines: Iterable[str], number: int, path: Path, skip: Callable[[DataError], None] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the items of an array whose first line is ``number``, each with the line it begins on."""
     text = _joined(lines, path)
     decoder = json.JSONDecoder()
@@ -82,7 +104,10 @@ def _array_records(lines: Iterable[str], number: int, path: Path) -> Iterator[tu
             record, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: broken JSON ({_reason(error)}); an array of objects is expected") from error
-        yield where, _as_object(record, where)
+        if skip is not None and not isinstance(record, dict):
+            skip(_no_object(record, where))
+        else:
+            yield where, _as_object(record, where)
         position = _skip_blank(text, position)
         if text[position : position + 1] not in ("]", ","):
             raise DataError(f"{where}: broken JSON (no comma after this item); an array of objects is expected")
@@ -117,8 +142,12 @@ def _reason(error: Exception) -> str:
 
 def _as_object(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise DataError(f'{where}: {_kind(record)} where an object is expected; write it as {{"text": "..."}}')
+        raise _no_object(record, where)
     return record
+
+
+def _no_object(record: Any, where: str) -> DataError:
+    return DataError(f'{where}: {kind_of(record)} where an object is expected; write it as {{"field": "..."}}')
 
 
 def _text_field(record: dict[str, Any], field: str, where: str) -> str:
@@ -126,17 +155,21 @@ def _text_field(record: dict[str, Any], field: str, where: str) -> str:
         raise DataError(_missing(field, list(record), [key for key in record if isinstance(record[key], str)], where))
     value = record[field]
     if not isinstance(value, str):
-        raise DataError(f'{where}: field "{field}" holds {_kind(value)}, not text; name another one with --field')
+        raise DataError(f'{where}: field "{field}" holds {kind_of(value)}, not text; name another one with --field')
     return value
 
 
 def _missing(field: str, names: list[str], with_text: list[str], where: str) -> str:
-    found = ", ".join(f'"{name[:40]}"' for name in names[:8]) + (", ..." if len(names) > 8 else "")
     advice = f"name it with --field {with_text[0]}" if with_text else "name the field that holds the text with --field"
-    return f'{where}: no field "{field}" (found: {found or "none"}); {advice}'
+    return f'{where}: no field "{field}" (found: {quoted(names)}); {advice}'
 
 
-def _kind(value: Any) -> str:
+def quoted(names: list[str]) -> str:
+    """List the names of fields that were found, for people."""
+    return (", ".join(f'"{name[:40]}"' for name in names[:8]) or "none") + (", ..." if len(names) > 8 else "")
+
+
+def kind_of(value: Any) -> str:
     """Name a JSON value for people."""
     if value is None:
         return "null"
@@ -149,6 +182,37 @@ def parquet_texts(path: Path, field: str, counts: ReadCounts) -> Iterator[tuple[
 
     Errors: DataError without pyarrow, for a damaged file, a missing column, or one that holds no text.
     """
+    with _parquet(path) as file:
+        _check_column(file.schema_arrow, field, path)
+        row = 0
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[field]):
+            for value in _column_bytes(batch.column(0), path, field):
+                row += 1
+                if value is None:
+                    raise DataError(f'{path}:{row}: field "{field}" is null, not text; drop such rows first')
+                yield f"{path}:{row}", decode_utf8(value, counts)
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where ("chats.parquet:17", rows from 1) and each row with all its columns.
+
+    Errors: DataError without pyarrow, for a damaged file, or for text that is no UTF-8.
+    """
+    with _parquet(path) as file:
+        row = 0
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
+            try:
+                records = batch.to_pylist()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: text that is no UTF-8 behind row {row}; write the file again") from error
+            for record in records:
+                row += 1
+                yield f"{path}:{row}", record
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Open a parquet file; whatever is wrong with it while it is read is a DataError."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -156,14 +220,7 @@ def parquet_texts(path: Path, field: str, counts: ReadCounts) -> Iterator[tuple[
         raise DataError(f"{path}: reading .parquet needs the pyarrow package: pip install pyarrow") from None
     try:
         with reading(path), pq.ParquetFile(path) as file:
-            _check_column(file.schema_arrow, field, path)
-            row = 0
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[field]):
-                for value in _column_bytes(batch.column(0), path, field):
-                    row += 1
-                    if value is None:
-                        raise DataError(f'{path}:{row}: field "{field}" is null, not text; drop such rows first')
-                    yield f"{path}:{row}", decode_utf8(value, counts)
+            yield file
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{path}: not parquet or damaged ({reason}); fetch or write the file again") from error

@@ -10,16 +10,14 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from minigpt.errors import ConfigError, DataError
-from minigpt.text.decoding import ReadCounts, decode_blocks, normalise_newlines, read_blocks, reading, spool
-from minigpt.text.pieces import END_OF_TEXT, Piece, document_pieces
+from minigpt.text.decoding import ReadCounts, decode_blocks, normalise_newlines, read_blocks, reading
+from minigpt.text.pieces import Piece, document_pieces
 from minigpt.text.records import json_texts, parquet_texts
-
-__all__ = ["END_OF_TEXT", "Piece", "ReadCounts", "SourceOptions", "find_files", "read_pieces", "spool"]
 
 # What is taken from a folder; a file that is named is read whatever its suffix.
 # fmt: off
@@ -57,34 +55,37 @@ class SourceOptions:
             raise ConfigError(f"min_chars: {self.min_chars} is below 0; give 0 or more")
 
 
-def find_files(sources: Sequence[str | Path]) -> list[Path]:
+def find_files(sources: Sequence[str | Path], kinds: Collection[str] = ("text", "json", "parquet")) -> list[Path]:
     """Return the files that sources name: files, folders (walked, sorted), and glob patterns; each file once.
 
-    Errors: DataError for a source that does not exist (with the nearest name beside it) or holds no text file.
+    From a folder come files of these kinds only, by their suffix. Errors: DataError for a source that does not exist
+    (with the nearest name beside it) or holds no such file.
     """
     found: dict[Path, Path] = {}
     for source in sources:
-        for path in _expand(source):
+        for path in _expand(source, kinds):
             found.setdefault(path.resolve(), path)
     return list(found.values())
 
 
-def _expand(source: str | Path) -> list[Path]:
+def _expand(source: str | Path, kinds: Collection[str]) -> list[Path]:
     path = Path(source)
     if not str(source):
         raise DataError("source: an empty name; give a file or a folder")
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = _walk(path)
+        files = _walk(path, kinds)
         if not files:
+            if "text" not in kinds:
+                raise DataError(f"{path}: no records in this folder; looked for .jsonl, .json and .parquet files")
             raise DataError(f"{path}: no text files in this folder; looked for .txt, .md, .jsonl, .parquet and others")
         return files
     if path.exists():
         raise DataError(f"{path}: not a file that can be read twice; pipe it to standard input instead")
     if glob.has_magic(str(source)):
         matches = [Path(match) for match in sorted(glob.glob(str(source), recursive=True))]
-        files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
+        files = [file for match in matches for file in (_walk(match, kinds) if match.is_dir() else [match])]
         if not files:
             raise DataError(f"{source}: no file matches this pattern; check the folder and the suffix")
         return files
@@ -101,18 +102,18 @@ def _nearest(path: Path) -> str:
     return f" (there is {folder / close[0]})" if close else "; check the name and the folder"
 
 
-def _walk(folder: Path) -> list[Path]:
+def _walk(folder: Path, kinds: Collection[str]) -> list[Path]:
     files = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(place, name)
-            if not name.startswith(".") and _kind(path) is not None and path.is_file():
+            if not name.startswith(".") and kind_of_file(path) in kinds and path.is_file():
                 files.append(path)
     return files
 
 
-def _kind(path: Path) -> str | None:
+def kind_of_file(path: Path) -> str | None:
     """Return "text", "json" or "parquet" by the suffix under ``.gz`` or ``.zst``, or None for one that is unknown."""
     suffix = path.suffix.lower()
     if suffix == _PARQUET_SUFFIX:
@@ -133,7 +134,7 @@ def read_pieces(files: Sequence[Path], options: SourceOptions, *, counts: ReadCo
     counts = counts if counts is not None else ReadCounts()
     separator = None if options.separator is None else _unescape(options.separator)
     for path in files:
-        kind = _kind(path)
+        kind = kind_of_file(path)
         if kind == "parquet":
             rows = parquet_texts(path, options.field, counts)
         elif kind == "json":

@@ -8,7 +8,6 @@ for a space and ``<0x0A>`` for a byte.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import re
@@ -25,13 +24,31 @@ from tokenizers import Tokenizer as Backend
 from minigpt.errors import ConfigError, DataError, ModelFolderError
 from minigpt.text.decoding import replace_surrogates, replacing, writing
 from minigpt.text.pieces import END_OF_TEXT, cut
+from minigpt.text.streaming import StreamDecoder
+from minigpt.text.tokenizer_json import (
+    SPACE,
+    byte_alphabet,
+    is_byte_level,
+    prefix_only_once,
+    read_json,
+    read_text,
+    without_prefix,
+)
 
-__all__ = ["END_OF_TEXT", "IM_END", "IM_START", "PAD", "PATTERN", "SPECIAL_TOKENS", "StreamDecoder", "Tokenizer"]
+__all__ = ["CHATML", "END_OF_TEXT", "IM_END", "IM_START", "PAD", "PATTERN", "SPECIAL_TOKENS", "Tokenizer"]
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, PAD)
+
+# The chat template (Jinja) of every model trained here.
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 # Qwen2's pattern, under a name that other inference programs know.
 PATTERN = (
@@ -46,7 +63,6 @@ MAX_VOCAB_SIZE = 1 << 21
 # Names of the token between documents, in the order in which they are looked for.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "▁"
 
 
 class Tokenizer:
@@ -54,6 +70,7 @@ class Tokenizer:
 
     ``vocab_size`` is the highest id + 1; ``end_of_text_id`` ends a document; ``end_ids`` end a generation; ``bos_id``
     is put before a prompt by models that were trained so, else it is None; ``pad_id`` is None where there is none.
+    ``prefix_only_once`` says that a space is put before the first text alone, not again after each control token.
     """
 
     vocab_size: int
@@ -61,6 +78,7 @@ class Tokenizer:
     pad_id: int | None
     end_ids: tuple[int, ...]
     bos_id: int | None
+    prefix_only_once: bool
 
     def __init__(self, backend: Backend, config: dict[str, Any], end_ids: Sequence[int] = ()) -> None:
         """Take a ``tokenizers`` tokenizer, its tokenizer_config.json, and more ids that end a generation.
@@ -77,7 +95,8 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         if not 0 < self.vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"{self.vocab_size:,} ids, where 1 to {MAX_VOCAB_SIZE:,} are possible")
-        self._byte_level = _is_byte_level(json.loads(backend.to_str()))
+        source = json.loads(backend.to_str())
+        self._byte_level, self.prefix_only_once = is_byte_level(source), prefix_only_once(source)
         self.pad_id = self._named("pad_token")
         self.bos_id = self._find_bos()
         eos_id = self._named("eos_token")
@@ -128,7 +147,7 @@ class Tokenizer:
         if not characters:
             raise DataError("tokenizer: no text to learn from; give files that hold text")
         config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": PAD, "add_bos_token": False}
-        return cls(backend, config)
+        return cls(backend, config | {"chat_template": CHATML})
 
     @classmethod
     def load(cls, folder_or_file: Path) -> Tokenizer:
@@ -139,11 +158,13 @@ class Tokenizer:
         path = folder_or_file / "tokenizer.json" if folder_or_file.is_dir() else folder_or_file
         if not path.is_file():
             raise ModelFolderError(f"{path}: no such file; give a model folder, or a tokenizer.json")
-        source = _read_json(path)
-        config = _read_json(path.with_name("tokenizer_config.json"), missing_ok=True)
+        source = read_json(path)
+        config = read_json(path.with_name("tokenizer_config.json"), missing_ok=True)
+        if (template := path.with_name("chat_template.jinja")).is_file():
+            config["chat_template"] = read_text(template)
         end_ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            ids = _read_json(path.with_name(name), missing_ok=True).get("eos_token_id")
+            ids = read_json(path.with_name(name), missing_ok=True).get("eos_token_id")
             end_ids += [id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
         try:
             return cls(Backend.from_str(json.dumps(source)), config, end_ids)
@@ -156,8 +177,8 @@ class Tokenizer:
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write tokenizer.json and tokenizer_config.json, which ``transformers`` opens too.
 
-        ``extra`` goes into tokenizer_config.json (``model_max_length``, ``chat_template``). Errors: DataError when the
-        files cannot be written; each is then the old one, whole.
+        ``extra`` goes into tokenizer_config.json (``model_max_length``). Errors: DataError when the files cannot be
+        written; each is then the old one, whole.
         """
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config["eos_token"] = self._backend.id_to_token(self.end_ids[0])
@@ -171,13 +192,29 @@ class Tokenizer:
             with replacing(folder / name) as file:
                 file.write(f"{text}\n".encode())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, continuing: bool = False) -> list[int]:
         """Return the ids of ordinary text, without anything before or after it.
 
-        A control token's name in the text is text like any other. Lone surrogates become U+FFFD.
+        A control token's name in the text is text like any other. Lone surrogates become U+FFFD. ``continuing`` text
+        goes on from an earlier one: tokenizers that put a space before every text put none here.
         """
-        ids: list[int] = self._backend.encode(replace_surrogates(text), add_special_tokens=False).ids
+        backend = self._continuing_backend if continuing else self._backend
+        ids: list[int] = backend.encode(replace_surrogates(text), add_special_tokens=False).ids
         return ids
+
+    def control_tokens(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield start, end and id of each control token in text that a chat template wrote."""
+        pattern, ids = self._control_pattern
+        for match in pattern.finditer(text):
+            yield *match.span(), ids[(match.lastindex or 0) - 1]
+
+    def is_special(self, id: int) -> bool:
+        """Tell whether an id is that of a control token."""
+        return id in self._special_ids.values()
+
+    def with_chat(self, template: str, end_ids: Sequence[int]) -> Tokenizer:
+        """Return the same tokenizer with another chat template, and with more ids that end a generation."""
+        return Tokenizer(self._backend, self._config | {"chat_template": template}, [*self.end_ids, *end_ids])
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids a model is to continue: those of the text, after the begin token where the model has one.
@@ -226,10 +263,36 @@ class Tokenizer:
         """Return the id of a control token such as ``<|im_start|>``, or None where the tokenizer has no such one."""
         return self._special_ids.get(name)
 
+    def special_name(self, id: int) -> str | None:
+        """Return the name of a control token, or None for any other id."""
+        return next((name for name, special in self._special_ids.items() if special == id), None)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What tokenizer.json holds."""
+        source: dict[str, Any] = json.loads(self._backend.to_str())
+        return source
+
     def fingerprint(self) -> str:
         """Return the SHA-256 of tokenizer.json in a canonical form: the same for the same ids."""
-        canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self.source, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source that came with the model; of several, the one named ``default``."""
+        source = self._config.get("chat_template")
+        if isinstance(source, list):
+            source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        if isinstance(source, dict):
+            source = source.get("default")
+        return source if isinstance(source, str) else None
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """Special tokens under the names that chat templates use: ``bos_token``, ``eos_token`` and so on."""
+        names = (f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+        return {name: token for name in names if (token := self._name_of(name)) is not None}
 
     @cached_property
     def strips_leading_space(self) -> bool:
@@ -237,7 +300,7 @@ class Tokenizer:
         if self._byte_level:
             return False
         for token, id in self._backend.get_vocab().items():
-            if token.startswith(_SPACE) and len(token) > 1 and token[1] != _SPACE and token not in self._special_ids:
+            if token.startswith(SPACE) and len(token) > 1 and token[1] != SPACE and token not in self._special_ids:
                 return not self._backend.decode([id]).startswith(" ")
         return False
 
@@ -247,10 +310,24 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     @cached_property
+    def _control_pattern(self) -> tuple[re.Pattern[str], list[int]]:
+        """A pattern with one group for each added token, the longest first, and their ids in that order.
+
+        Some tokens swallow the blanks beside them.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        ids = sorted((id for id, token in added.items() if token.content), key=lambda id: -len(added[id].content))
+        patterns = []
+        for id in ids:
+            before, after = r"\s*" * added[id].lstrip, r"\s*" * added[id].rstrip
+            patterns.append(f"{before}({re.escape(added[id].content)}){after}")
+        return re.compile("|".join(patterns) or "(?!)"), ids
+
+    @cached_property
     def _token_bytes(self) -> list[bytes]:
         table = [b""] * self.vocab_size
         added = self._backend.get_added_tokens_decoder()
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         for token, id in self._backend.get_vocab().items():
             if id in added:
                 table[id] = b"" if added[id].special else added[id].content.encode("utf-8")
@@ -259,14 +336,14 @@ class Tokenizer:
             elif not self._byte_level and (match := _BYTE_TOKEN.fullmatch(token)):
                 table[id] = bytes([int(match[1], 16)])
             else:
-                table[id] = (token if self._byte_level else token.replace(_SPACE, " ")).encode("utf-8")
+                table[id] = (token if self._byte_level else token.replace(SPACE, " ")).encode("utf-8")
         return table
 
     @cached_property
     def _continuing_backend(self) -> Backend:
         """The same tokenizer without the space that some put before every text."""
         source = json.loads(self._backend.to_str())
-        changed = _without_prefix(source)
+        changed = without_prefix(source)
         if changed == source:
             return self._backend
         backend = Backend.from_str(json.dumps(changed))
@@ -274,12 +351,17 @@ class Tokenizer:
         return backend
 
     def _named(self, key: str) -> int | None:
-        """Return the id of a token that tokenizer_config.json names, as a string or as an object with its content."""
+        """Return the id of a token that tokenizer_config.json names."""
+        name = self._name_of(key)
+        id = None if name is None else self._backend.token_to_id(name)
+        return None if id is None else int(id)
+
+    def _name_of(self, key: str) -> str | None:
+        """Return a name from tokenizer_config.json, given there as a string or as an object with its content."""
         name = self._config.get(key)
         if isinstance(name, dict):
             name = name.get("content")
-        id = self._backend.token_to_id(name) if isinstance(name, str) else None
-        return None if id is None else int(id)
+        return name if isinstance(name, str) else None
 
     def _find_bos(self) -> int | None:
         if self._config.get("add_bos_token") is not None:
@@ -287,38 +369,6 @@ class Tokenizer:
         plain: list[int] = self._backend.encode("a", add_special_tokens=False).ids
         full: list[int] = self._backend.encode("a", add_special_tokens=True).ids
         return full[0] if len(full) > len(plain) and full[1 : 1 + len(plain)] == plain else None
-
-
-class StreamDecoder:
-    """Ids in, text out: what is pushed, joined, equals the full decode, and half a character is held back.
-
-    With ``continuing`` the ids go on from a text before them, and a space at their start is kept.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, continuing: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_space = tokenizer.strips_leading_space and not continuing
-
-    def push(self, id: int) -> str:
-        """Return the text that is complete with this id; it may be empty."""
-        return self._emit(self._decoder.decode(self._tokenizer.token_bytes(id)))
-
-    def push_all(self, ids: Iterable[int]) -> str:
-        """Return the text that is complete with these ids."""
-        return self._emit(self._decoder.decode(b"".join(self._tokenizer.token_bytes(id) for id in ids)))
-
-    def flush(self) -> str:
-        """Return what was held back, as U+FFFD, and begin anew."""
-        text = self._emit(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        return text
-
-    def _emit(self, text: str) -> str:
-        if text and self._strip_space:
-            self._strip_space = False
-            return text.removeprefix(" ")
-        return text
 
 
 def _given(id: int | None) -> list[int]:
@@ -331,69 +381,6 @@ def _without_control_tokens(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for part in control.split(replace_surrogates(text)):
             yield from cut([part])
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table from visible characters to bytes: printable bytes stand for themselves."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
-
-
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """Yield a component of tokenizer.json and, where it is a sequence, all inside it."""
-    if isinstance(component, dict):
-        yield component
-        for key in ("normalizers", "pretokenizers", "decoders"):
-            for inner in component.get(key) or ():
-                yield from _parts(inner)
-
-
-def _is_byte_level(source: dict[str, Any]) -> bool:
-    """Tell the two alphabets apart; any other one is a ValueError."""
-    kind = source["model"].get("type")
-    if kind not in ("BPE", "Unigram"):
-        raise ValueError(f"it is of type {kind}; byte-level BPE and SentencePiece-style tokenizers are supported")
-    parts = [part for key in ("normalizer", "pre_tokenizer", "decoder") for part in _parts(source.get(key))]
-    if any(part.get("type") == "ByteLevel" for part in parts):
-        return True
-    if not any(_SPACE in json.dumps(part, ensure_ascii=False) for part in parts):
-        raise ValueError("it is neither byte-level nor SentencePiece-style")
-    return False
-
-
-def _without_prefix(source: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer.json without what puts a space before every text."""
-    source = json.loads(json.dumps(source))
-    if isinstance(source.get("normalizer"), dict):
-        if source["normalizer"].get("type") == "Prepend":
-            source["normalizer"] = None
-        elif "normalizers" in source["normalizer"]:
-            kept = [part for part in source["normalizer"]["normalizers"] if part.get("type") != "Prepend"]
-            source["normalizer"]["normalizers"] = kept
-    for part in _parts(source.get("pre_tokenizer")):
-        if part.get("type") == "Metaspace":
-            part["prepend_scheme"] = "never"
-        elif part.get("type") == "ByteLevel":
-            part["add_prefix_space"] = False
-    return source
-
-
-def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if missing_ok:
-            return {}
-        raise
-    except OSError as error:
-        raise ModelFolderError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ModelFolderError(f"{path}: broken JSON ({reason}); cut short or damaged, copy it again") from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"{path}: not a JSON object; copy the file again")
-    return value
 
 
 def _dump(config: Mapping[str, Any]) -> str:

@@ -19,12 +19,17 @@ STATE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {  # what each keeps
 }
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by name; a tied weight is there once."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
 def parameter_groups(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Split the parameters into the matrices inside blocks, and the rest: embeddings, gains, biases.
+    """Split the parameters that are trained into the matrices inside blocks, and the rest: embeddings, gains, biases.
 
     Only the first decay. Each parameter is in one group; a tied weight is there once, as an embedding.
     """
-    named = dict(model.named_parameters())
+    named = trained_parameters(model)
     matrices = {name: weight for name, weight in named.items() if weight.dim() == 2 and ".layers." in name}
     rest = {name: weight for name, weight in named.items() if name not in matrices}
     return matrices, rest
@@ -48,7 +53,7 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
         momentum=MUON_MOMENTUM,
         dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32,
     )
-    return [muon, torch.optim.AdamW([still | {"rate": EMBEDDING_RATE}], **shared)]
+    return [muon, torch.optim.AdamW([still | {"rate": EMBEDDING_RATE}], **shared)] if rest else [muon]
 
 
 def learning_rate_factor(step: int, *, warmup: int, total: int, schedule: ScheduleName, final: float) -> float:

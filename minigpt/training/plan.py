@@ -29,6 +29,7 @@ STEPS_WANTED = 1_500  # a batch is made no larger than leaves about this many st
 EVALUATIONS = 16
 EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
 FREE_MEMORY_SHARE = 0.7
+COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes
 LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
 LEARNING_RATE_WIDTH = 128
 MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
@@ -39,26 +40,18 @@ MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a person asked for; None is left to the plan. Exactly one budget counts; `minutes` when none is given."""
+class Budget:
+    """How long to train: one of these at most, and a seed; None is left to the plan."""
 
-    preset: PresetName | None = None
-    architecture: ArchitectureName = "qwen3"
-    context: int | None = None
-    vocab_size: int | None = None
     minutes: float | None = None
     steps: int | None = None
     epochs: float | None = None
     tokens: int | None = None
     seed: int = 0
-    model: dict[str, Any] = field(default_factory=dict)
-    train: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("context", "vocab_size", "steps", "tokens"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("steps", "tokens"):
+            check_count(name, getattr(self, name))
         budgets = {name: getattr(self, name) for name in ("minutes", "steps", "epochs", "tokens")}
         given = [name for name, value in budgets.items() if value is not None]
         if len(given) > 1:
@@ -68,11 +61,35 @@ class Request:
                 raise ConfigError(f"{name} is {budgets[name]}; it must be a number above 0 and below {MAX_BUDGET:g}")
         if not (isinstance(self.seed, int) and 0 <= self.seed <= MAX_SEED):
             raise ConfigError(f"seed is {self.seed!r}; it must be from 0 to {MAX_SEED}")
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Refuse what is no whole number of at least 1, where something was said at all."""
+    if value is not None and not (isinstance(value, int) and value >= 1):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Budget):
+    """What a person asked for; None is left to the plan. Exactly one budget counts; `minutes` when none is given."""
+
+    preset: PresetName | None = None
+    architecture: ArchitectureName = "qwen3"
+    context: int | None = None
+    vocab_size: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("context", self.context)
+        check_count("vocab_size", self.vocab_size)
+        check_train(self.train)
         _check_settings(self)
 
 
-def _check_settings(request: Request) -> None:
-    """Refuse what is wrong whatever the plan, before any text is read."""
+def check_train(settings: dict[str, Any]) -> None:
+    """Refuse settings of training that are wrong whatever the plan."""
     blank: dict[str, Any] = {
         "total_steps": 1,
         "batch_size": sys.maxsize,
@@ -81,7 +98,11 @@ def _check_settings(request: Request) -> None:
         "seed": 0,
     }
     blank |= {"learning_rate": 0.0, "warmup_steps": 0}
-    from_mapping(TrainConfig, {**blank, **request.train}, "train")
+    from_mapping(TrainConfig, {**blank, **settings}, "train")
+
+
+def _check_settings(request: Request) -> None:
+    """Refuse what is wrong whatever the plan, before any text is read."""
     if request.vocab_size is not None and not MIN_VOCAB_SIZE <= request.vocab_size <= MAX_VOCAB_SIZE:
         raise ConfigError(
             f"vocab_size is {request.vocab_size:,}; it must be from {MIN_VOCAB_SIZE} (all bytes and the control "
@@ -141,7 +162,7 @@ def choose_model(request: Request, vocab_size: int, train_tokens: int, machine: 
         return shapes[request.preset], f"preset {request.preset}, as asked"
     fitting = [name for name, config in shapes.items() if _fits(config, request, train_tokens, machine)]
     chosen = fitting[-1] if fitting else next(iter(shapes))
-    why = f"preset {chosen}: chosen for {_short(train_tokens)} tokens and {_budget_text(request, machine)}"
+    why = f"preset {chosen}: chosen for {_short(train_tokens)} tokens and {budget_text(request, machine)}"
     return shapes[chosen], why
 
 
@@ -201,32 +222,49 @@ def make_plan(
     check_window(context, model, train_tokens)
     seen = _budget_tokens(request, model, train_tokens, machine)
     batch_size = int(request.train.get("batch_size") or _batch_size(seen, context, train_tokens))
-    micro = int(request.train.get("micro_batch_size") or _micro_batch(model, batch_size, context, machine))
-    seconds: float | None = None
-    if request.steps is not None:
-        steps = request.steps
-    elif request.tokens is not None or request.epochs is not None:
-        steps = max(1, round(seen / (batch_size * context)))
-    else:
-        seconds = 60 * (request.minutes or machine.default_minutes)
-        speed = measure(model, micro, context)
-        steps = max(1, int(seconds * speed / (batch_size * context) / (1 + EVALUATION_SHARE)))
+    micro = int(
+        request.train.get("micro_batch_size") or micro_batch(batch_size, machine, _need(model, context, machine))
+    )
+    steps, seconds = _steps(request, machine, seen, batch_size * context, lambda: measure(model, micro, context))
     values: dict[str, Any] = {
         "total_steps": steps,
         "batch_size": batch_size,
         "micro_batch_size": micro,
         "context": context,
         "seed": request.seed,
-        "learning_rate": round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / model.hidden_size), 6),
+        "learning_rate": learning_rate(model),
         "warmup_steps": max(1, min(200, steps // 30)),
         "eval_every": max(1, math.ceil(steps / EVALUATIONS)),
         "compute_dtype": machine.compute_dtype,
+        "compile": machine.device_type == "cuda" and long_enough_to_compile(steps, seconds),
     }
     config = from_mapping(TrainConfig, {**values, **request.train}, "train")
     forward_share = 3.0 * EVALUATION_SHARE / EVALUATIONS / 2  # a forward pass is a third; windows overlap by half
     tokens = int(max(8 * context, forward_share * steps * batch_size * context))
     why = {"model": model_why, "plan": _plan_text(request, machine, config, train_tokens)}
     return Plan(model=model, train=config, seconds=seconds, validation_tokens=tokens, why=why)
+
+
+def _steps(
+    request: Request, machine: Machine, seen: float, step_tokens: int, speed: Callable[[], float]
+) -> tuple[int, float | None]:
+    """How many steps the budget comes to, and its seconds where it is one of time; only then is the speed asked for."""
+    if request.steps is not None:
+        return request.steps, None
+    if request.tokens is not None or request.epochs is not None:
+        return max(1, round(seen / step_tokens)), None
+    seconds = 60 * (request.minutes or machine.default_minutes)
+    return max(1, int(seconds * speed() / step_tokens / (1 + EVALUATION_SHARE))), seconds
+
+
+def learning_rate(model: ModelConfig) -> float:
+    """The peak rate of pretraining."""
+    return round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / model.hidden_size), 6)
+
+
+def long_enough_to_compile(steps: int, seconds: float | None) -> bool:
+    """Tell whether a run earns back what compiling takes."""
+    return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
 
 
 def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:
@@ -246,22 +284,29 @@ def _batch_size(tokens: float, context: int, train_tokens: int) -> int:
     return max(1, min(step_tokens // context, (train_tokens - 1) // context))
 
 
-def _micro_batch(model: ModelConfig, batch_size: int, context: int, machine: Machine) -> int:
-    """Halve the rows until one pass fits into the share of free memory that a run may take.
-
-    A single row that does not is refused on a CPU; a GPU has the last word itself.
-    """
-    rows, limit = batch_size, FREE_MEMORY_SHARE * machine.free_memory
+def _need(model: ModelConfig, context: int, machine: Machine) -> Callable[[int], int]:
+    """The bytes that training takes with so many rows at a time."""
 
     def need(rows: int) -> int:
         return training_bytes(model, rows, context, machine.compute_dtype, device=machine.device_type)
 
+    return need
+
+
+def micro_batch(
+    batch_size: int, machine: Machine, need: Callable[[int], int], smaller: str = "a smaller --preset or --context"
+) -> int:
+    """Halve the rows until one pass fits into the share of free memory that a run may take.
+
+    A single row that does not is refused on a CPU, with the advice to choose `smaller`; a GPU has the last word itself.
+    """
+    rows, limit = batch_size, FREE_MEMORY_SHARE * machine.free_memory
     while rows > 1 and need(rows) > limit:
         rows = math.ceil(rows / 2)
     if need(rows) > limit and machine.device_type == "cpu":
         raise ConfigError(
             f"training this model takes about {need(rows) / 1e9:.1f} GB, and a run may take {limit / 1e9:.1f} GB here "
-            f"({FREE_MEMORY_SHARE:.0%} of what is free); choose a smaller --preset or --context"
+            f"({FREE_MEMORY_SHARE:.0%} of what is free); choose {smaller}"
         )
     return rows
 
@@ -273,7 +318,7 @@ def _plan_text(request: Request, machine: Machine, config: TrainConfig, train_to
     steps = f"{config.total_steps:,} step{'s' if config.total_steps != 1 else ''}"
     if request.steps is None:
         about = "about " if request.tokens is None and request.epochs is None else ""
-        steps = f"{_budget_text(request, machine)} = {about}{steps}"
+        steps = f"{budget_text(request, machine)} = {about}{steps}"
     text = f"{steps} of {step_tokens:,} tokens = {passes:.2g} {'pass' if f'{passes:.2g}' == '1' else 'passes'}"
     if passes > 4:
         text += "; the corpus is small: the best model on held-out text is kept"
@@ -282,7 +327,8 @@ def _plan_text(request: Request, machine: Machine, config: TrainConfig, train_to
     return text
 
 
-def _budget_text(request: Request, machine: Machine) -> str:
+def budget_text(request: Budget, machine: Machine) -> str:
+    """Say a budget in words: the one given, or the minutes that are the default."""
     for name in ("steps", "epochs", "tokens"):
         if (value := getattr(request, name)) is not None:
             number = f"{value:,}".removesuffix(".0")

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from minigpt import __version__
-from minigpt.checkpoint.files import read_json, write_json
 from minigpt.checkpoint.folder import save_description
-from minigpt.config import DTypeName, ModelConfig, TrainConfig, from_mapping
+from minigpt.config import DTypeName
 from minigpt.errors import ConfigError, DataError, ModelFolderError
 from minigpt.evaluation.bits import Score, score_tokens
-from minigpt.model.size import parameters, training_bytes
+from minigpt.model.size import training_bytes
 from minigpt.model.transformer import GPT
 from minigpt.text.corpus import Corpus, build
 from minigpt.text.sources import SourceOptions, find_files
 from minigpt.text.split import Scan, scan, training_sample
 from minigpt.text.tokenizer import Tokenizer
-from minigpt.training import probe
+from minigpt.training import probe, runs
 from minigpt.training.batches import CorpusBatches
 from minigpt.training.objectives import NextToken
 from minigpt.training.plan import EVALUATIONS, Plan, Request, choose_model, make_plan, vocabulary_size
 from minigpt.training.run_folder import RunFolder
+from minigpt.training.runs import CACHE, UNCLEARED, Reporter, Run, understanding
 from minigpt.training.trainer import Trainer
 from minigpt.units import byte_size
 
-RECORD = "minigpt.json"
 FINAL_TOKENS = 1 << 16  # held-out tokens that are scored at the end, however short the run
-UNCLEARED = "uncleared"  # in the record as long as something of an earlier run may lie in the folder
 MADE_BY = "train"
 MAX_SAMPLE_MEGABYTES = 100_000.0
-CACHE = Path(".cache") / "corpus"  # beside the output folder, shared by the runs there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +65,11 @@ class DataRequest:
         return SourceOptions(field=self.field, separator=self.separator, min_chars=self.min_chars)
 
 
-class Reporter(Protocol):
-    """Who is told what was read and chosen, before training begins."""
-
-    def fact(self, label: str, text: str) -> None: ...
-
-    def warning(self, message: str) -> None: ...
-
-    def working(self, what: str, done: int, total: int) -> None: ...
-
-
 @dataclass(kw_only=True)
-class Run:
-    """A run that is ready to train."""
+class TextRun(Run):
+    """A run on text."""
 
-    trainer: Trainer
-    tokenizer: Tokenizer
     corpus: Corpus
-    plan: Plan
-    record: dict[str, Any]
-
-    def final_score(self, model: GPT) -> Score | None:
-        """Score the held-out text once more: all of it unless it is large, then as much as all evaluations together."""
-        limit = max(FINAL_TOKENS, EVALUATIONS * self.plan.validation_tokens)
-        return _score(self.corpus, self.tokenizer, model, limit) if _holds_out(self.corpus) else None
 
 
 def prepare(
@@ -104,7 +79,7 @@ def prepare(
     device: torch.device,
     dtype: DTypeName | None,
     report: Reporter,
-) -> Run:
+) -> TextRun:
     """Read the text, make tokenizer, corpus and plan, and begin the run's folder; nothing old is lost before that."""
     found = _read(data, folder, report)
     tokenizer = _tokenizer(data, request, found, device.type, report)
@@ -124,43 +99,27 @@ def prepare(
         ),
     )
     _describe(plan, device, report)
-    record = _record(data, request, found, tokenizer, corpus, plan) | {"device": device.type}
-    keep_text = not data.sources or folder.taken() is None  # what an old run did not leave is not ours to remove
-    write_json(folder.path / RECORD, record | {UNCLEARED: True})  # first: from here on the run can be begun again
-    folder.clear(keep_text=keep_text)
-    save_description(folder.path, model, tokenizer, record)
+    record = runs.new_record(MADE_BY, plan, device, _origin(data, request, found, corpus))
+    runs.claim(
+        folder,
+        record,
+        lambda: save_description(folder.path, model, tokenizer, record),
+        keep_text=not data.sources or folder.taken() is None,  # what an old run did not leave is not ours to remove
+    )
     gpt = GPT(model)
     gpt.initialize(torch.Generator().manual_seed(request.seed))
     return _run(gpt.to(device), tokenizer, corpus, plan, folder, record)
 
 
 def resume(
-    folder: RunFolder,
-    record: dict[str, Any],
-    state: tuple[dict[str, Tensor], dict[str, Any]],
-    device: torch.device,
-    report: Reporter,
-) -> Run:
+    folder: RunFolder, record: dict[str, Any], state: runs.State, device: torch.device, report: Reporter
+) -> TextRun:
     """Take a run up where it was saved, with the corpus, split and plan recorded in its folder."""
-    tensors, saved = state
     tokenizer = Tokenizer.load(folder.path)
     corpus = _recorded_corpus(record, tokenizer, folder, report)
-    where = str(folder.path / RECORD)
-    with _understanding(folder.state_path):
-        train = from_mapping(TrainConfig, saved["config"], str(folder.state_path))
-    with _understanding(folder.path / RECORD):
-        plan = Plan(
-            model=from_mapping(ModelConfig, record["plan"]["model"], where),
-            train=train,
-            seconds=record["plan"]["seconds"],
-            validation_tokens=record["plan"]["validation_tokens"],
-            why=record["plan"]["why"],
-        )
+    plan = runs.recorded_plan(record, state[1], folder)
     run = _run(GPT(plan.model).to(device), tokenizer, corpus, plan, folder, record)
-    for message in run.trainer.restore(tensors, saved):
-        report.warning(message)
-    progress = run.trainer.progress
-    report.fact("resume", f"step {progress.step:,} of {progress.total_steps:,}, saved in {folder.state_path.parent}")
+    runs.take_up(run, folder, state, report)
     _describe(plan, device, report)
     return run
 
@@ -168,11 +127,6 @@ def resume(
 def check_sources(data: DataRequest, folder: RunFolder) -> None:
     """Refuse sources that are not there, or that a run in this folder would write over: a DataError."""
     folder.check_sources(find_files(data.sources))
-
-
-def saved_state(folder: RunFolder, record: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return what a recorded run saved, or None when it never got to its first save."""
-    return None if UNCLEARED in record else folder.load_state()
 
 
 def drop_unused_text(folder: RunFolder) -> None:
@@ -185,27 +139,14 @@ def drop_unused_text(folder: RunFolder) -> None:
 
 def recorded(folder: RunFolder) -> dict[str, Any] | None:
     """Return the record of the training run in a folder, or None where there is none."""
-    path = folder.path / RECORD
-    record = read_json(path) if path.is_file() else {}
-    return record if record.get("made_by") == MADE_BY else None
+    return runs.recorded(folder, MADE_BY)
 
 
 def asked(record: dict[str, Any], folder: RunFolder) -> tuple[DataRequest, Request]:
     """Return what a recorded run was begun with."""
-    with _understanding(folder.path / RECORD):
+    with understanding(folder):
         data = DataRequest(**record["data"] | {"sources": tuple(record["data"]["sources"])})
         return data, Request(**record["request"])
-
-
-@contextmanager
-def _understanding(path: Path) -> Iterator[None]:
-    """Turn a record that lacks something, or holds something else, into one line."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(
-            f"{path} is not the record of a run that can be continued ({error}); start again with --overwrite"
-        ) from error
 
 
 def check_same(
@@ -218,47 +159,30 @@ def check_same(
 ) -> None:
     """Refuse to resume with another source, if one was named, or other settings, if said, than the run began with."""
     begun_data, begun = asked(record, folder)
-    if sourced and data.sources != begun_data.sources:
-        raise ConfigError(
-            f"this run was begun with {begun_data.named}, not {data.named}; leave the source out to continue it, "
-            "or write elsewhere with -o"
-        )
-    with _understanding(folder.path / RECORD):
+    runs.check_source(not sourced or data.sources == begun_data.sources, data.named, begun_data.named)
+    with understanding(folder):
         before = record["plan"]["model"] | record["plan"]["train"] | asdict(begun_data)
         before |= {name: value for name, value in asdict(begun).items() if value is not None}
-    for name, value in said.items():
-        if before.get(name) != value:
-            then = f"{name} {before[name]}" if before.get(name) is not None else f"no {name}"
-            raise ConfigError(
-                f"this run was begun with {then}, not {value}; leave it out to continue as it was, "
-                "or write elsewhere with -o"
-            )
-
-
-def finish(run: Run, folder: RunFolder, score: Score | None) -> None:
-    """Add the result to the record in the folder."""
-    progress = run.trainer.progress
-    result = {
-        "steps": progress.step,
-        "best_step": progress.best_step,
-        "seconds": round(progress.elapsed, 1),
-        "trained_tokens": progress.step * run.plan.train.batch_size * run.plan.train.context,
-        "bits_per_byte": None if score is None else score.bits_per_byte,
-        "held_out_loss": None if score is None else score.loss,
-    }
-    write_json(folder.path / RECORD, run.record | {"result": result})
+    runs.check_said(before, said)
 
 
 def _run(
     model: GPT, tokenizer: Tokenizer, corpus: Corpus, plan: Plan, folder: RunFolder, record: dict[str, Any]
-) -> Run:
+) -> TextRun:
     train = plan.train
     batches = CorpusBatches(corpus.train, context=train.context, batch_size=train.batch_size, seed=train.seed)
-    validate: Callable[[GPT], Score] | None = None
-    if _holds_out(corpus):
-        validate = partial(_score, corpus, tokenizer, limit=plan.validation_tokens)
-    trainer = Trainer(model, NextToken(), batches, train, folder, validate=validate, seconds=plan.seconds)
-    return Run(trainer=trainer, tokenizer=tokenizer, corpus=corpus, plan=plan, record=record)
+    score = partial(_score, corpus, tokenizer) if _holds_out(corpus) else None
+    validate = None if score is None else partial(score, limit=plan.validation_tokens)
+    # At the end all of the held-out text, or where it is large, as much as in all evaluations together.
+    limit = max(FINAL_TOKENS, EVALUATIONS * plan.validation_tokens)
+    return TextRun(
+        trainer=Trainer(model, NextToken(), batches, train, folder, validate=validate, seconds=plan.seconds),
+        tokenizer=tokenizer,
+        plan=plan,
+        record=record,
+        final_score=None if score is None else partial(score, limit=limit),
+        corpus=corpus,
+    )
 
 
 def _holds_out(corpus: Corpus) -> bool:
@@ -327,7 +251,7 @@ def _corpus(found: Scan, tokenizer: Tokenizer, folder: RunFolder, report: Report
 
 def _recorded_corpus(record: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, report: Reporter) -> Corpus:
     """Open the run's corpus; where its cache is gone, make it again from the same text."""
-    with _understanding(folder.path / RECORD):
+    with understanding(folder):
         name, digest = record["corpus"]["cache"], record["corpus"]["digest"]
     with suppress(DataError):  # gone or damaged: made again
         return Corpus.load(folder.path.parent / CACHE / name)
@@ -339,30 +263,16 @@ def _recorded_corpus(record: dict[str, Any], tokenizer: Tokenizer, folder: RunFo
 
 
 def _describe(plan: Plan, device: torch.device, report: Reporter) -> None:
-    model, train = plan.model, plan.train
-    report.fact(
-        "model",
-        f"{model.architecture}, {model.num_hidden_layers} layers x {model.hidden_size}, "
-        f"{parameters(model) / 1e6:.2g}M parameters, context {model.max_position_embeddings} ({plan.why['model']})",
-    )
-    count = torch.get_num_threads()
-    threads = f", {count} thread{'s' if count != 1 else ''}" if device.type == "cpu" else ""
-    report.fact("device", f"{device}{threads}, {train.compute_dtype}")
-    report.fact("plan", plan.why["plan"])
+    train = plan.train
     need = training_bytes(
-        model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer, device=device.type
+        plan.model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer, device=device.type
     )
-    rows = "" if train.micro_batch_size == train.batch_size else f", micro-batches of {train.micro_batch_size}"
-    report.fact("memory", f"about {byte_size(need)} of {byte_size(probe.total_memory(device))}{rows}")
+    runs.describe(plan, device, need, report)
 
 
-def _record(
-    data: DataRequest, request: Request, found: Scan, tokenizer: Tokenizer, corpus: Corpus, plan: Plan
-) -> dict[str, Any]:
-    """Everything that says how this model was made, and that resuming reads."""
+def _origin(data: DataRequest, request: Request, found: Scan, corpus: Corpus) -> dict[str, Any]:
+    """What a run on text was begun with."""
     return {
-        "minigpt": __version__,
-        "made_by": MADE_BY,
         "data": asdict(data),
         "request": asdict(request),
         "corpus": {
@@ -373,12 +283,5 @@ def _record(
             "train_bytes": corpus.train_bytes,
             "held_out_tokens": len(corpus.val),
             "held_out_bytes": corpus.val_bytes,
-        },
-        "plan": {
-            "model": asdict(plan.model),
-            "train": asdict(plan.train),
-            "seconds": plan.seconds,
-            "validation_tokens": plan.validation_tokens,
-            "why": plan.why,
         },
     }

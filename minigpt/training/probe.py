@@ -7,8 +7,10 @@ import time
 import psutil
 import torch
 
-from minigpt.config import DTypeName, ModelConfig, OptimizerName, TrainConfig, preset_config
+from minigpt.config import DTypeName, LoraConfig, ModelConfig, OptimizerName, TrainConfig, preset_config
 from minigpt.errors import TrainingError
+from minigpt.model.kernels import compiled_kernels
+from minigpt.model.lora import add_lora
 from minigpt.model.size import flops_per_token
 from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch
@@ -50,9 +52,11 @@ def training_speed(
     *,
     context: int | None = None,
     optimizer: OptimizerName = "muon",
+    compile: bool = False,
+    lora: LoraConfig | None = None,
 ) -> float:
     """Return tokens/s of whole training steps of `rows` windows, by default of the model's context, or of fewer rows
-    where memory holds no more.
+    where memory holds no more; with `lora` only adapters are trained.
 
     The model is a throwaway one; the random state and a GPU's memory are left as they were. When not even one row fits
     it is a TrainingError.
@@ -61,10 +65,10 @@ def training_speed(
     while True:
         config = TrainConfig(
             total_steps=1, batch_size=rows, micro_batch_size=rows, context=context, seed=0, learning_rate=1e-4,
-            warmup_steps=0, optimizer=optimizer, compute_dtype=dtype,
+            warmup_steps=0, optimizer=optimizer, compute_dtype=dtype, compile=compile,
         )  # fmt: skip
         try:
-            return _tokens_per_second(model, config, device, seconds)
+            return _tokens_per_second(model, config, device, seconds, lora)
         except torch.OutOfMemoryError:
             if rows == 1:
                 raise TrainingError("out of memory with a single row; choose a smaller --context or --preset") from None
@@ -75,12 +79,18 @@ def training_speed(
         rows //= 2
 
 
-def _tokens_per_second(model: ModelConfig, config: TrainConfig, device: torch.device, seconds: float) -> float:
+def _tokens_per_second(
+    model: ModelConfig, config: TrainConfig, device: torch.device, seconds: float, lora: LoraConfig | None
+) -> float:
     dtype = getattr(torch, config.compute_dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         gpt = GPT(model)
         gpt.initialize(torch.Generator().manual_seed(0))
+        if lora is not None:
+            add_lora(gpt, lora, torch.Generator().manual_seed(0))
         gpt.to(device).train()
+        if config.compile:
+            gpt.model.kernels = compiled_kernels()
         optimizers = make_optimizers(gpt, config)
         tokens = torch.randint(0, model.vocab_size, (config.batch_size, config.context), device=device)
         steps, started = -1, 0.0

@@ -14,13 +14,21 @@ import filelock
 from torch import Tensor
 
 from minigpt.checkpoint import files
+from minigpt.checkpoint.adapter import ADAPTER_WEIGHTS
+from minigpt.checkpoint.base import ADAPTER_CONFIG
+from minigpt.checkpoint.card import remove_card
 from minigpt.checkpoint.folder import WEIGHTS
 from minigpt.errors import DataError, TrainingError
 from minigpt.text.decoding import part_path
 
 MADE = (
-    "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl", "minigpt.json", WEIGHTS,
-    "stdin.txt", "tokenizer.json", "tokenizer_config.json",
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl",
+    "minigpt.json", WEIGHTS, "stdin.txt", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+# What an earlier model may leave that a new one of another kind has no use for, and would be read with it.
+REPLACED = (
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, f"{WEIGHTS}.index.json", "config.json", "generation_config.json",
+    "chat_template.jinja", "metrics.jsonl", "loss.svg",
 )  # fmt: skip
 OURS = (*MADE, ".stdin.txt", ".stdin.txt.part", ".lock")  # and what is there only while a run begins
 
@@ -91,7 +99,8 @@ class RunFolder:
         if self.incoming_path.exists():
             os.replace(self.incoming_path, self.text_path)
         shutil.rmtree(self.path / "last", ignore_errors=True)
-        for name in (WEIGHTS, "metrics.jsonl", "loss.svg", *(() if keep_text else ("stdin.txt",))):
+        remove_card(self.path)
+        for name in (*REPLACED, *(() if keep_text else ("stdin.txt",))):
             (self.path / name).unlink(missing_ok=True)
 
     def save_state(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:

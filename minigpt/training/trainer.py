@@ -8,19 +8,27 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minigpt.checkpoint.folder import save_weights
 from minigpt.config import TrainConfig
 from minigpt.errors import TrainingError
 from minigpt.evaluation.bits import Score
+from minigpt.model.kernels import Kernels, compiled_kernels
 from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch
 from minigpt.training.objectives import Objective
-from minigpt.training.optim import learning_rate_factor, make_optimizers, optimizer_tensors, restore_optimizers
+from minigpt.training.optim import (
+    learning_rate_factor,
+    make_optimizers,
+    optimizer_tensors,
+    restore_optimizers,
+    trained_parameters,
+)
 from minigpt.training.run_folder import RunFolder
 
 SAVE_SECONDS = 60.0  # at least this long between two saves that no evaluation asks for
@@ -52,7 +60,6 @@ class Evaluated:
 
     step: int
     score: Score
-    is_best: bool
 
 
 @dataclass(frozen=True)
@@ -62,15 +69,7 @@ class Warned:
     message: str
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The run ended: its plan is done, or it was asked to stop."""
-
-    step: int
-    completed: bool
-
-
-Event = StepDone | Evaluated | Warned | Finished
+Event = StepDone | Evaluated | Warned
 
 
 @dataclass
@@ -83,6 +82,7 @@ class Progress:
     elapsed: float = 0.0
     best_step: int | None = None
     best_bits_per_byte: float | None = None
+    worse: int = 0  # evaluations since the best one
 
 
 class Trainer:
@@ -90,6 +90,9 @@ class Trainer:
 
     With `seconds` the plan is a time: the number of steps is corrected by the clock at every evaluation. Without, a run
     stopped anywhere and resumed equals the uninterrupted one bit for bit on a CPU.
+
+    Only parameters that require a gradient are trained and saved as state. `save` writes the best model at the top of
+    the folder; with `score_first` the model is scored before the first step too, and may stay the best.
     """
 
     def __init__(
@@ -102,15 +105,21 @@ class Trainer:
         *,
         validate: Callable[[GPT], Score] | None,
         seconds: float | None = None,
+        save: Callable[[Path, GPT], None] = save_weights,
+        score_first: bool = False,
     ) -> None:
         self.model, self.objective, self.batches = model, objective, batches
         self.config, self.folder, self.validate, self.seconds = config, folder, validate, seconds
+        self.save, self.score_first = save, score_first
         self.device = model.lm_head.weight.device
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.compute_dtype == "float16")
         self.progress = Progress(total_steps=config.total_steps, micro_batch_size=config.micro_batch_size)
         self._began = 0.0
         self._saved_at, self._save_took = 0.0, 0.0
+        self._ahead: tuple[int, Batch] | None = None  # the next step's batch, made while a GPU works on this one's
+        if config.compile:
+            model.model.kernels = compiled_kernels()
         torch.manual_seed(config.seed)  # for dropout
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Event]:
@@ -118,6 +127,9 @@ class Trainer:
         progress = self.progress
         self.model.train()
         self._began = time.monotonic() - progress.elapsed
+        self._first_step = progress.step
+        if self.score_first and progress.step == 0 and progress.best_step is None:
+            yield from self._evaluate()
         self._save_state()
         while progress.step < progress.total_steps:
             yield from self._step()
@@ -125,6 +137,8 @@ class Trainer:
             if last or progress.step % self.config.eval_every == 0:
                 yield from self._evaluate()
                 self._correct_plan()
+                if self.out_of_patience:
+                    progress.total_steps = progress.step
                 self._save_state()
             elif time.monotonic() - self._saved_at > max(SAVE_SECONDS, SAVE_SHARE * self._save_took):
                 self._save_state()
@@ -132,8 +146,12 @@ class Trainer:
                 self._save_state()
                 break
         if progress.best_step is None:
-            save_weights(self.folder.path, self.model)
-        yield Finished(progress.step, completed=progress.step >= progress.total_steps)
+            self.save(self.folder.path, self.model)
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether so many evaluations in a row were no better than the best that the run ends here."""
+        return 0 < self.config.patience <= self.progress.worse
 
     def _step(self) -> Iterator[Event]:
         """Take one optimizer step and move on; the step's loss is summed over micro-batches and divided once."""
@@ -148,9 +166,10 @@ class Trainer:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * factor * group.get("rate", 1.0)
-        batch = self.batches.at(progress.step)
-        loss = yield from self._gradients(batch)
-        norm = self._update(loss)
+        batch = self._batch()
+        total = yield from self._gradients(batch)
+        loss, norm = self._clip(total)
+        self._update(loss, norm)
         progress.step += 1
         now = time.monotonic()
         progress.elapsed = now - self._began
@@ -164,8 +183,16 @@ class Trainer:
         self.folder.append_metrics(row if math.isfinite(norm) else row | {"grad_norm": None})  # JSON has no infinity
         yield event
 
-    def _gradients(self, batch: Batch) -> Generator[Event, None, float]:
-        """Accumulate the step's gradients; out of memory on a GPU halves the micro-batch and begins the step again."""
+    def _batch(self) -> Batch:
+        step = self.progress.step
+        return self._ahead[1] if self._ahead is not None and self._ahead[0] == step else self.batches.at(step)
+
+    def _gradients(self, batch: Batch) -> Generator[Event, None, Tensor]:
+        """Accumulate the step's gradients and return its loss.
+
+        Out of memory on a GPU halves the micro-batch and begins the step again; so does a compiler that fails,
+        without it.
+        """
         while True:
             try:
                 return self._accumulate(batch)
@@ -175,15 +202,22 @@ class Trainer:
                     raise TrainingError(
                         "out of memory with a single row; choose a smaller --context or --preset"
                     ) from None
+                problem = (
+                    f"out of memory at a micro-batch of {self.progress.micro_batch_size}; went on with {small} "
+                    "(same effective batch)"
+                )
+                self.progress.micro_batch_size = small
+            except (RuntimeError, ImportError, OSError) as error:  # a compiler that is missing shows in any of these
+                if self.model.model.kernels == Kernels() or self.progress.step > self._first_step:
+                    raise
+                problem = f"torch.compile failed ({str(error).splitlines()[0][:100]}); went on without it"
+                self.model.model.kernels = Kernels()
             # Outside the except clause, so that the failed step's tensors are free before the next try.
-            yield Warned(
-                f"out of memory at a micro-batch of {self.progress.micro_batch_size}; went on with {small} "
-                "(same effective batch)"
-            )
-            self.progress.micro_batch_size = small
-            torch.cuda.empty_cache()
+            yield Warned(problem)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
-    def _accumulate(self, batch: Batch) -> float:
+    def _accumulate(self, batch: Batch) -> Tensor:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         weight, total = self.objective.weight(batch), torch.zeros((), device=self.device)
@@ -192,21 +226,32 @@ class Trainer:
                 loss = self.objective.loss_sum(self.model, micro.to(self.device)) / weight
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
-        return total.item()  # once a step: a GPU must be done with everything before it can answer
+        return total
+
+    def _clip(self, total: Tensor) -> tuple[float, float]:
+        """Clip the gradients as a whole; return the step's loss, and the gradient's norm before that.
+
+        The next batch is made while a GPU is still at work, which must be done before these two numbers can be read.
+        """
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        following = self.progress.step + 1
+        if following < self.progress.total_steps:
+            self._ahead = (following, self.batches.at(following))
+        both: list[float] = torch.stack((total, norm.to(total))).tolist()
+        return both[0], both[1]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.compute_dtype == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.config.compute_dtype))
 
-    def _update(self, loss: float) -> float:
-        """Clip and apply the gradients; one that is no number ends the run before it spoils the weights.
+    def _update(self, loss: float, norm: float) -> None:
+        """Apply the gradients; one that is no number ends the run before it spoils the weights.
 
         Under float16 it may only mean that the scale is too large: no optimizer takes the step, and the scale shrinks.
         """
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(norm) else None
         if broken == "loss" or (broken and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0)):
             value = "NaN" if math.isnan(loss if broken == "loss" else norm) else "infinite"
@@ -218,25 +263,25 @@ class Trainer:
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
         self.scaler.update()
-        return norm
 
     def _evaluate(self) -> Iterator[Event]:
         """Score held-out text and keep the model at the top of the folder if it is the best so far."""
         progress = self.progress
         if self.validate is None:
-            save_weights(self.folder.path, self.model)
+            self.save(self.folder.path, self.model)
             progress.best_step = progress.step
             return
         with self._autocast():  # the plan counts on the speed of training
             score = self.validate(self.model)
         finite, best = math.isfinite(score.nats), progress.best_bits_per_byte
-        is_best = finite and (best is None or score.bits_per_byte < best)
-        if is_best:
+        better = finite and (best is None or score.bits_per_byte < best)
+        progress.worse = 0 if better else progress.worse + 1
+        if better:
             progress.best_step, progress.best_bits_per_byte = progress.step, score.bits_per_byte
-            save_weights(self.folder.path, self.model)
+            self.save(self.folder.path, self.model)
         row = {"held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte}
         self.folder.append_metrics({"step": progress.step} | (row if finite else dict.fromkeys(row)))
-        yield Evaluated(progress.step, score, is_best)
+        yield Evaluated(progress.step, score)
 
     def _correct_plan(self) -> None:
         """Fit the number of steps to the time that is left, for a plan made in minutes."""
@@ -250,7 +295,7 @@ class Trainer:
     def _save_state(self) -> None:
         started = time.monotonic()
         self.progress.elapsed = started - self._began
-        tensors: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in self.model.named_parameters()}
+        tensors: dict[str, Tensor] = {**self._weights()}
         tensors |= optimizer_tensors(self.model, self.optimizers)
         tensors |= _random_states(self.device)
         record = {
@@ -265,12 +310,15 @@ class Trainer:
         self._saved_step, self._saved_at = self.progress.step, time.monotonic()
         self._save_took = self._saved_at - started
 
+    def _weights(self) -> dict[str, nn.Parameter]:
+        return {f"model.{name}": weight for name, weight in trained_parameters(self.model).items()}
+
     def restore(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> list[str]:
         """Take up a saved state; returns what differs from the machine that saved it.
 
         A state of another model, or one that lacks something, is a TrainingError.
         """
-        weights = {f"model.{name}": weight for name, weight in self.model.named_parameters()}
+        weights = self._weights()
         if any(name not in tensors or tensors[name].shape != weight.shape for name, weight in weights.items()):
             raise TrainingError(f"{self.folder.state_path} does not fit this run's model; start again with --overwrite")
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """A story grammar: word lists, rules, tables and plots read from plain text files.
 
     # comment
-    ~ color: red, blue, green        word list; earlier words are drawn more often, never twice in one story
+    ~ color: red, blue, green        word list; earlier words are drawn more often, never twice in one story;
+    ~ color: white, black            a second line of a name goes on with its list
     : greeting                       rule; the `| ` lines below are its wordings
     | Hello, {h}!
     @ hero: kid ; he ; h             table; one row is drawn per story and binds all columns (`*` leaves one open)
@@ -95,7 +96,7 @@ class _Reader:
             return
         if mark == "~":
             name, _, words = rest.partition(": ")
-            self.grammar.words[name] = [word.strip() for word in words.split(",")]
+            self.grammar.words.setdefault(name, []).extend(word.strip() for word in words.split(","))
         elif mark == ":":
             self.wordings = self.grammar.rules[rest] = []
         elif mark == "|":
