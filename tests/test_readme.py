@@ -31,7 +31,7 @@ def _short(command: str) -> str:
     if "minigpt train" not in command or "--resume" in command:
         return command
     command = re.sub(r" --minutes [\d.]+", "", command)
-    return f"{command} --steps 2 --preset nano --context 32 --device cpu"
+    return f"{command} --steps 2 --preset nano --context 128 --device cpu"
 
 
 @pytest.fixture(scope="module")
