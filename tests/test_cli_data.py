@@ -196,8 +196,16 @@ def test_bad_rows_are_named(tmp_path: Path, model: Path, content: str, message: 
     assert error_of(minigpt("data", "preview", chats, "-m", model)).startswith(f"{chats}{message}")
 
 
-def test_no_data_and_no_answer_are_said(tmp_path: Path, model: Path) -> None:
-    assert "missing argument 'DATA'" in error_of(minigpt("data", "preview", "-m", model), 2)
+def test_without_data_the_bundled_instructions_are_shown(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write(tmp_path / "chats.jsonl", {"instruction": "Say it.", "input": "", "output": "It."})
+    monkeypatch.setattr("minigpt.cli.data.bundled_instructions", lambda: [chats])
+    done = minigpt("data", "preview", "-m", model)
+    assert (done.status, "Say it." in done.out) == (0, True)
+
+
+def test_no_file_and_no_answer_are_said(tmp_path: Path, model: Path) -> None:
     assert "no such file" in error_of(minigpt("data", "preview", tmp_path / "x.jsonl", "-m", model))
     chats = write(tmp_path / "chats.jsonl", {"prompt": "a", "completion": "b"})
     assert "no answer is left" in error_of(minigpt("data", "preview", chats, "-m", model, "--context", 2))

@@ -14,6 +14,7 @@ import typer
 from minigpt.cli import console, models
 from minigpt.cli.texts import label, typed, visible
 from minigpt.errors import ConfigError
+from minigpt.text.bundled import bundled_instructions
 
 if TYPE_CHECKING:
     from minigpt.text.conversations import ChatCounts, Conversation
@@ -46,8 +47,13 @@ def _group() -> None:
 @app.command()
 def preview(
     sources: Annotated[
-        list[str], typer.Argument(metavar="DATA", help="Files, folders or globs of conversations.", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="DATA",
+            help="Files, folders or globs of conversations. [default: the bundled instructions]",
+            show_default=False,
+        ),
+    ] = None,
     model: models.ModelOption = None,
     limit: Annotated[int, typer.Option("-n", "--limit", help="Conversations to show.", min=0)] = 3,
     renamed: MapOption = None,
@@ -77,7 +83,8 @@ def preview(
     writer = chat_template(read_tokenizer(folder), template)
     writer.check_for_training()
     counts, fits = ChatCounts(), FitCounts()
-    conversations = load_conversations(sources, ChatOptions(mapping=mapping, skip_bad=skip_bad), counts)
+    named = sources or [str(path) for path in bundled_instructions()]
+    conversations = load_conversations(named, ChatOptions(mapping=mapping, skip_bad=skip_bad), counts)
     encoded = encode_conversations(conversations, writer, sys.maxsize - 1, fits)  # whole, to know their lengths
     lengths = [len(one.ids) for one in encoded]
     row_length = _row_length(folder, [len(one) for one in encoded], context)
