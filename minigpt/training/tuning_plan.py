@@ -25,7 +25,7 @@ from minigpt.training.plan import (
 )
 
 EPOCHS = ((2_000, 3.0), (20_000, 2.0))  # up to so many conversations, so many passes; above, one
-STEPS_WANTED = 2_500  # small steps teach a small model more than large ones: docs/lab-notes.md
+STEPS_WANTED = 2_500
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 512, 16_384
 MIN_GPU_STEP_TOKENS = 4_096  # fewer leave a GPU idle
 # Fewer evaluations than pretraining has, of more text each: a few hundred answers tell little apart.
