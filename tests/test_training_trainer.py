@@ -261,7 +261,7 @@ def test_out_of_memory_with_one_row_is_one_line(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.objective = OutOfMemory(0)
     with pytest.raises(
-        TrainingError, match=r"^out of memory with a single row; choose a smaller --context or --preset$"
+        TrainingError, match=r"^out of memory with a single row; choose a smaller --context or a smaller model$"
     ):
         run(trainer)
 

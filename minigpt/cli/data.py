@@ -27,6 +27,14 @@ MARKS = "⟦", "⟧"  # around what is learned, where there is no colour
 LABEL_WIDTH = 15
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at data for tuning before it is used.")
 
+DataArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="DATA",
+        help="Files, folders or globs of conversations. [default: the bundled instructions]",
+        show_default=False,
+    ),
+]
 MapOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -46,14 +54,7 @@ def _group() -> None:
 
 @app.command()
 def preview(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DATA",
-            help="Files, folders or globs of conversations. [default: the bundled instructions]",
-            show_default=False,
-        ),
-    ] = None,
+    sources: DataArgument = None,
     model: models.ModelOption = None,
     limit: Annotated[int, typer.Option("-n", "--limit", help="Conversations to show.", min=0)] = 3,
     renamed: MapOption = None,

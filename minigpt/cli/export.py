@@ -54,15 +54,7 @@ class Written:
 
 
 def export(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Model folder. [default: as for generate]",
-            autocompletion=models.complete_model,
-            show_default=False,
-        ),
-    ] = None,
+    folder: models.ModelArgument = None,
     model: models.ModelOption = None,
     to: Annotated[Format, typer.Option(help="gguf (llama.cpp and what is built on it) or transformers.")] = "gguf",
     type_: Annotated[
@@ -101,14 +93,13 @@ def export(
       minigpt export -m runs/alice --to gguf --type q8_0 -o alice.gguf
       minigpt export -m runs/alice --to transformers --dtype bfloat16 -o alice-hf
     """
-    if folder is not None and model is not None:
-        raise UsageError(f"a model as argument ({folder}) and one with -m ({model}); give one of them")
+    model = models.named_once(folder, model)
     if (to == "transformers" or merge) and type_ is not None:
         raise UsageError(f"--type is for GGUF; with {'--merge' if merge else '--to transformers'} it is --dtype")
     if to == "gguf" and not merge and (dtype is not None or max_shard_size is not None):
         raise UsageError("--dtype and --max-shard-size need --to transformers; for GGUF it is --type")
     shard_bytes = None if max_shard_size is None else _bytes(max_shard_size)
-    source = models.resolve(folder or model)
+    source = models.resolve(model)
     if merge:
         to = "transformers"
         _check_adapter(source)

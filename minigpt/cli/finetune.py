@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from minigpt.cli.data import MapOption, SkipBadOption
+from minigpt.cli.data import DataArgument, MapOption, SkipBadOption
 from minigpt.cli.models import RUNS, DeviceOption, ModelOption, TemplateOption, resolve
 from minigpt.cli.settings import Sections, move_settings, read_settings
 from minigpt.cli.texts import typed
@@ -27,14 +27,7 @@ ALSO_OPTIONS = {
 
 
 def finetune(
-    data: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="DATA",
-            help="Files, folders or globs of conversations. [default: the bundled instructions]",
-            show_default=False,
-        ),
-    ] = None,
+    data: DataArgument = None,
     model: ModelOption = None,
     out: Annotated[
         Path | None,

@@ -20,15 +20,7 @@ VOCAB_SIZE = 4096  # of a preset, where none is given
 
 
 def info(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Model folder. [default: as for generate]",
-            autocompletion=models.complete_model,
-            show_default=False,
-        ),
-    ] = None,
+    folder: models.ModelArgument = None,
     model: models.ModelOption = None,
     preset: Annotated[
         PresetName | None, typer.Option(help="A size by name, instead of a model.", show_default=False)
@@ -49,10 +41,9 @@ def info(
       minigpt info --preset small --vocab-size 8192
       minigpt info --preset base --context 2048 --json
     """
-    if folder is not None and model is not None:
-        raise UsageError(f"a model as argument ({folder}) and one with -m ({model}); give one of them")
-    if preset is not None and (folder or model):
-        raise UsageError(f"--preset {preset} and a model ({folder or model}); choose one")
+    model = models.named_once(folder, model)
+    if preset is not None and model:
+        raise UsageError(f"--preset {preset} and a model ({model}); choose one")
     if preset is None and (vocab_size is not None or arch is not None):
         raise UsageError("--vocab-size and --arch describe a preset; name it with --preset, or leave them out")
     if preset is not None:
@@ -61,7 +52,7 @@ def info(
         config = spelled_out(preset, vocab_size=size, architecture=arch or "qwen3", context=context)
         name = f"preset {preset}"
     else:
-        where = models.resolve(folder or model)
+        where = models.resolve(model)
         name, (config, record) = str(where), _read(where)
     found = {"model": name} | _sizes(config, record, context or config.max_position_embeddings) | _origin(record)
     if "trained_tokens" in found:

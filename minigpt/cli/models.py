@@ -10,7 +10,7 @@ import typer
 
 from minigpt.cli import console
 from minigpt.config import DTypeName
-from minigpt.errors import ConfigError, ModelFolderError
+from minigpt.errors import ConfigError, ModelFolderError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,15 @@ ModelOption = Annotated[
         "-m",
         "--model",
         help="Model folder. [default: $MINIGPT_MODEL, then the newest run under runs/]",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Model folder. [default: as for generate]",
         autocompletion=complete_model,
         show_default=False,
     ),
@@ -64,6 +73,13 @@ def _runs() -> list[Path]:
     weights = [path for path in RUNS.glob("*/model.safetensors") if (path.parent / "config.json").is_file()]
     weights += [path for path in RUNS.glob("*/adapter_model.safetensors") if (path.parent / "minigpt.json").is_file()]
     return [path.parent for path in sorted(weights, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def named_once(argument: Path | None, option: Path | None) -> Path | None:
+    """Return the model that was named as an argument or with -m; naming it both ways is a UsageError."""
+    if argument is not None and option is not None:
+        raise UsageError(f"a model as argument ({argument}) and one with -m ({option}); give one of them")
+    return option if argument is None else argument
 
 
 def resolve(model: Path | None) -> Path:

@@ -115,8 +115,9 @@ def resume(
     chat = read_chat(data, Tokenizer.load(folder.path), plan.model, plan.train.context, folder, report)
     with understanding(folder):
         check_same_data(chat, record["chat"]["digest"], data.named)
-    model = GPT(plan.model)
-    if request.lora is not None:
+    if request.lora is None:
+        model = GPT(plan.model)
+    else:
         base = load_base(request, folder)
         with understanding(folder):
             if fingerprint(Path(request.base)) != record["base"]["fingerprint"]:

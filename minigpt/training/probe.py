@@ -18,6 +18,7 @@ from minigpt.training.objectives import NextToken
 from minigpt.training.optim import make_optimizers
 from minigpt.training.plan import CPU_MINUTES, GPU_MINUTES, Machine
 
+TOO_LARGE = "out of memory with a single row; choose a smaller --context or a smaller model"
 PROBE_SECONDS = 0.7
 PRODUCT_SIZE = 768  # of the matrices that compare number types
 
@@ -71,7 +72,9 @@ def training_speed(
             return _tokens_per_second(model, config, device, seconds, lora)
         except torch.OutOfMemoryError:
             if rows == 1:
-                raise TrainingError("out of memory with a single row; choose a smaller --context or --preset") from None
+                raise TrainingError(
+                    "out of memory with a single row; choose a smaller --context or a smaller model"
+                ) from None
         finally:  # after the except clause, which holds on to the failed step's tensors
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -29,6 +29,7 @@ from minigpt.training.optim import (
     restore_optimizers,
     trained_parameters,
 )
+from minigpt.training.probe import TOO_LARGE
 from minigpt.training.run_folder import RunFolder
 
 SAVE_SECONDS = 60.0  # at least this long between two saves that no evaluation asks for
@@ -199,9 +200,7 @@ class Trainer:
             except torch.OutOfMemoryError:
                 small = self.progress.micro_batch_size // 2
                 if small < 1:
-                    raise TrainingError(
-                        "out of memory with a single row; choose a smaller --context or --preset"
-                    ) from None
+                    raise TrainingError(TOO_LARGE) from None
                 problem = (
                     f"out of memory at a micro-batch of {self.progress.micro_batch_size}; went on with {small} "
                     "(same effective batch)"
