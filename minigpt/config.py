@@ -11,6 +11,7 @@ from minigpt.errors import ConfigError
 
 ArchitectureName = Literal["qwen3", "llama", "qwen2", "mistral", "gpt2", "transformer-2017"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 ScheduleName = Literal["cosine", "linear"]
 OptimizerName = Literal["adamw", "muon"]
 PresetName = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "large", "xl"]

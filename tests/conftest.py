@@ -14,6 +14,8 @@ import pytest
 
 # Before torch is imported: threads that spin take a second core from whatever else runs here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests side by side: a core for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ctrl-C is ignored in what a shell starts in the background, and in all that this starts; the tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -23,7 +23,7 @@ from minigpt.checkpoint.adapter import (
     save_adapter_config,
 )
 from minigpt.checkpoint.base import ADAPTER_CONFIG, base_folder, holds_adapter
-from minigpt.checkpoint.files import read_tensors, write_json, write_tensors
+from minigpt.checkpoint.files import read_tensors, stored_tensors, write_json, write_tensors
 from minigpt.checkpoint.folder import load
 from minigpt.config import LoraConfig
 from minigpt.errors import MinigptError, ModelFolderError
@@ -343,3 +343,19 @@ def test_adapter_files_of_no_known_base_folder(tmp_path: Path) -> None:
     (tmp_path / ADAPTER_CONFIG).write_text("{}", encoding="utf-8")
     with pytest.raises(ModelFolderError, match="names no base model"):
         load(tmp_path)
+
+
+def test_the_base_is_known_by_the_files_that_are_read(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "base")
+    single = fingerprint(folder)
+    (folder / "model-00007-of-00009.safetensors").write_bytes(b"a stray one that nothing reads")
+    assert fingerprint(folder) == single
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    names = stored_tensors(folder / "weights.safetensors")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, "weights.safetensors")})
+    assert fingerprint(folder) == single
+    model = load(folder).model
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 1
+    write_tensors(folder / "weights.safetensors", {name: model.state_dict()[name] for name in names}, {})
+    assert fingerprint(folder) != single

@@ -14,7 +14,7 @@ from commands import TINY, minigpt
 from tiny_folder import make_folder
 from variants import VARIANTS
 
-from minigpt.checkpoint.card import CARD, MARK, is_ours, remove_card, write_card
+from minigpt.checkpoint.card import CARD, MARK, is_ours, licences, remove_card, write_card
 from minigpt.checkpoint.folder import load
 from minigpt.config import ModelConfig
 from minigpt.model.size import parameters
@@ -116,6 +116,10 @@ def test_licence_and_origin_of_an_imported_model(tmp_path: Path) -> None:
     text = card(tmp_path, record={"imported": {"file": "smol.gguf", "name": "Smol [1]", "license": "apache-2.0"}})
     assert front_matter(text)["license"] == "apache-2.0"
     assert "imported from `smol.gguf` (Smol \\[1\\])" in text
+    both = {"license": "mit AND more\n", "imported": {"license": "apache-2.0"}}
+    assert licences(both) == ["mit AND more\n", "apache-2.0"]
+    assert licences({"license": 3, "imported": ["license"]}) == []
+    assert front_matter(card(tmp_path, record=both))["license"] == "apache-2.0", "the first that YAML takes"
     hostile = card(tmp_path, record={"license": "mit\nbase_model: evil"})
     assert front_matter(hostile)["license"] == "other"
     assert "evil" not in hostile

@@ -18,10 +18,10 @@ from gguf_bytes import altered
 from tiny_folder import TEXT
 from variants import VARIANTS, make_model
 
-from minigpt.checkpoint.gguf import GGUFType, encode, read_gguf, write_gguf
+from minigpt.checkpoint.gguf import encode, read_gguf, write_gguf
 from minigpt.checkpoint.gguf_weights import halve, interleave
 from minigpt.checkpoint.huggingface import config_to_hf
-from minigpt.config import ModelConfig, RopeScaling
+from minigpt.config import GGUFType, ModelConfig, RopeScaling
 from minigpt.errors import ConfigError, ModelFolderError
 from minigpt.model.positions import scaled
 from minigpt.model.transformer import GPT

@@ -14,7 +14,7 @@ from variants import VARIANTS, make_model
 
 from minigpt.checkpoint.files import read_json, read_tensors, write_json, write_tensors
 from minigpt.checkpoint.folder import load, save_description, save_weights
-from minigpt.checkpoint.huggingface import config_from_hf, config_to_hf
+from minigpt.checkpoint.huggingface import config_from_hf, config_to_hf, layout, stored_name
 from minigpt.config import ModelConfig, RopeScaling
 from minigpt.errors import ModelFolderError
 from minigpt.model.cache import KVCache
@@ -345,3 +345,28 @@ def test_an_older_config_without_newer_keys_opens(tokenizer: Tokenizer, tmp_path
     write_json(tmp_path / "config.json", raw)
     tokens = some_tokens(262)
     close(logits_of(load(tmp_path).model, tokens), logits_of(theirs, tokens))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("model.embed_positions.weight", "transformer.wpe.weight"),
+        ("model.layers.10.self_attn.k_proj", "transformer.h.10.attn.c_attn"),
+        ("model.layers.1.self_attn.v_proj.bias", "transformer.h.1.attn.c_attn.bias"),
+        ("model.layers.1.self_attn.o_proj", "transformer.h.1.attn.c_proj"),
+        ("model.layers.0.mlp.down_proj", "transformer.h.0.mlp.c_proj"),
+        ("model.layers.0.post_attention_layernorm.bias", "transformer.h.0.ln_2.bias"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_one_name_for_weights_and_for_the_modules_of_adapters(ours: str, theirs: str) -> None:
+    assert stored_name(ours, VARIANTS["gpt2"]) == theirs
+    assert stored_name(ours, VARIANTS["llama"]) == ours
+
+
+def test_query_key_and_value_of_gpt2_are_in_this_order_whatever_order_they_come_in() -> None:
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "vqko"]
+    assert layout(names, VARIANTS["gpt2"]) == {
+        "transformer.h.0.attn.c_attn.weight": (names[1], names[2], names[0]),
+        "transformer.h.0.attn.c_proj.weight": (names[3],),
+    }

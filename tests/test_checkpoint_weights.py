@@ -20,11 +20,13 @@ from torch import Tensor
 from variants import VARIANTS, make_model
 
 from minigpt.checkpoint import weights as module
+from minigpt.checkpoint.base import INDEX, WEIGHTS, weights_path
 from minigpt.checkpoint.files import StoredTensor, read_json, read_tensors, write_json, write_tensors
-from minigpt.checkpoint.weights import INDEX, WEIGHTS, holds_weights, load_weights, save_weights
+from minigpt.checkpoint.weights import assign_weights, load_weights, save_weights
 from minigpt.config import ModelConfig, preset_config
 from minigpt.errors import ModelFolderError, TrainingError
 from minigpt.model.size import parameters
+from minigpt.model.transformer import GPT
 
 CONFIG = VARIANTS["qwen3"]
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -80,7 +82,7 @@ def change_shard(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None
 def test_shards_come_back_bit_by_bit(config: ModelConfig, tmp_path: Path) -> None:
     model = make_model(config)
     save_weights(tmp_path, model, max_shard_bytes=SMALL)
-    assert holds_weights(tmp_path)
+    assert weights_path(tmp_path) == tmp_path / INDEX
     assert equal(load_weights(tmp_path, config), model)
     index = read_json(tmp_path / INDEX)
     shards = [path for path in sorted(tmp_path.iterdir()) if path.name != INDEX]
@@ -370,3 +372,18 @@ def test_half_a_gigabyte_loads_in_little_more_than_its_size(
     else:  # twice as wide, and the largest tensor as it is stored
         assert peak < 1.05 * (2 * size + stored.itemsize * config.vocab_size * config.hidden_size)
     assert read < 1.01 * size
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
+def test_assigned_weights_are_the_models_own_without_a_copy(name: str) -> None:
+    """For every format that is read: only a tied output embedding stays one with the input's when it is trained."""
+    with torch.device("meta"):
+        model = GPT(VARIANTS[name])
+    weights = dict(make_model(VARIANTS[name], 5).state_dict())
+    if name == "qwen3":
+        del weights["lm_head.weight"]
+    given = set(weights)
+    assign_weights(model, weights)
+    assert set(weights) == given
+    assert all(model.state_dict()[key].data_ptr() == weight.data_ptr() for key, weight in weights.items())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "qwen3")

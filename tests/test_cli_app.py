@@ -222,9 +222,7 @@ def test_out_of_memory_is_one_line(
 
     monkeypatch.setattr(program, "app", full)
     assert run(["train"]) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "error: out of memory; choose a smaller --batch-size, --context or --preset"
-    ]
+    assert capsys.readouterr().err.splitlines() == ["error: out of memory; choose a smaller model, batch or context"]
 
 
 def test_other_faults_of_ours_are_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

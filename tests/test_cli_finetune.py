@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import CPU, Result, contents, error_of, minigpt
 from tiny_chat import PAIRS, make_base, write_chats
 
 from minigpt.checkpoint.files import read_tensors, write_tensors
-from minigpt.checkpoint.folder import load
+from minigpt.checkpoint.folder import load, save_weights
 from minigpt.training.run_folder import RunFolder
 
 SETTINGS = (*CPU, "--seed", "7", "--batch-size", "2", "--val-fraction", "0.3", "--set", "train.eval_every=3")
@@ -278,7 +279,9 @@ def stopped(stopped_run: Path) -> Path:
     [
         (("--lr", "0.5"), "this run was begun with learning_rate 0.002, not 0.5; "),
         (("--epochs", "3"), "this run was begun with no epochs, not 3.0; "),
-        (("--lora-rank", "3"), "this run was begun with rank 16, not 3; "),
+        (("--dropout", "0.3"), "this run was begun with dropout 0.0, not 0.3; "),
+        (("--lora-dropout", "0.3"), "this run was begun with lora_dropout 0.0, not 0.3; "),
+        (("--lora-rank", "3"), "this run was begun with lora_rank 16, not 3; "),
         (("--template", "chatml"), "this run was begun with no template, not chatml; "),
         (("-m", "elsewhere"), "this run was begun with base "),
         (("other.jsonl",), "this run was begun with chats.jsonl, not other.jsonl; leave the source out to continue it"),
@@ -290,6 +293,34 @@ def test_other_settings_are_not_resumed(stopped: Path, more: tuple[str, ...], me
     found = error_of(minigpt("finetune", *data, *more, "-o", stopped, "--resume"))
     assert found.startswith(message.replace("0.002", "0.001"))
     assert contents(stopped) == before
+
+
+def test_what_was_said_may_be_said_again(base: Path) -> None:
+    both = ("--dropout", "0.1", "--lora-dropout", "0.2", "--lora-alpha", "8", "--lora-rank", "2")
+    assert finetune(base, *both, "-o", "out").status == 0
+    for more in (both, ("--lora-rank", "2"), ("--dropout", "0.1")):
+        again = minigpt("finetune", "chats.jsonl", *more, "-o", "out", "--resume")
+        assert again.status == 0, again.err
+
+
+def test_text_that_no_run_left_is_not_removed(base: Path) -> None:
+    Path("out").mkdir()
+    Path("out/stdin.txt").write_text("mine", encoding="utf-8")
+    assert finetune(base, "-o", "out").status == 0
+    assert Path("out/stdin.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_an_adapter_is_scored_as_it_was_trained(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(base)
+    narrow = Path(shutil.copytree(base, "narrow"))
+    save_weights(narrow, loaded.model, torch.bfloat16)
+    scored: list[torch.dtype] = []
+    monkeypatch.setattr(
+        "minigpt.cli.finetuning._answers",
+        lambda run, model, count: scored.append(model.lm_head.weight.dtype) or [""] * count,  # type: ignore[func-returns-value]
+    )
+    assert finetune(narrow, "--lora", "-o", "out").status == 0
+    assert set(scored) == {torch.float32}
 
 
 def test_what_has_changed_is_not_resumed(base: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

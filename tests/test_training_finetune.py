@@ -229,7 +229,13 @@ def test_where_tuning_makes_it_worse_the_base_model_is_kept(tmp_path: Path, base
 
 @pytest.mark.parametrize(
     ("patience", "scores", "last"),
-    [(1, [3, 2, 2.5], 12), (2, [3, 4, 4, 1], 12), (2, [3, 1, 2, 1.5, 0], 16), (0, [1, 2, 3, 4, 5, 6], 24)],
+    [
+        (1, [3, 2, 2.5], 12),
+        (2, [3, 4, 4, 1], 12),
+        (2, [3, 1, 2, 1.5, 0], 16),
+        (0, [1, 2, 3, 4, 5, 6], 24),
+        (2, [5, 4, 3, 2, 4, 3], 24),  # the plan's end and the patience's are one: nothing ended early
+    ],
 )
 def test_patience_counts_evaluations_since_the_best(
     tmp_path: Path, patience: int, scores: list[float], last: int
@@ -241,7 +247,7 @@ def test_patience_counts_evaluations_since_the_best(
         validate=lambda model: replace(validate(model), nats=next(given)),
     )
     run(trainer)
-    assert (trainer.progress.step, trainer.out_of_patience) == (last, last < 24)
+    assert (trainer.progress.step, trainer.ended_early) == (last, last < 24)
     assert run(trainer) == [], "it does not go on when it is resumed"
 
 

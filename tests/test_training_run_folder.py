@@ -108,6 +108,20 @@ def test_a_new_run_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) 
     assert not folder.text_path.exists()
 
 
+def test_a_model_in_several_files_is_seen_and_leaves_as_a_whole(tmp_path: Path) -> None:
+    """An adapter's run writes no weights of a model, so nobody after it would take the shards away."""
+    folder = RunFolder(tmp_path)
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / name).touch()
+    assert folder.taken() == "model-00001-of-00002.safetensors"
+    with pytest.raises(DataError, match="would write over this text"):
+        folder.check_sources([tmp_path / "model-00002-of-00002.safetensors"])
+    for name in ("model.safetensors.index.json", "chat_template.jinja", "model-1.txt", "mine.safetensors"):
+        (tmp_path / name).touch()
+    folder.clear(keep_text=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.safetensors", "model-1.txt"]
+
+
 def test_what_a_killed_run_left_half_read_is_not_taken_for_text(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     part = tmp_path / ".stdin.txt.part"

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from minigpt.checkpoint.base import ADAPTER_CONFIG
+from minigpt.checkpoint.base import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from minigpt.checkpoint.files import read_json, read_tensors, write_json, write_tensors
-from minigpt.checkpoint.huggingface import GPT2_NAMES
-from minigpt.config import LoraConfig, ModelConfig
+from minigpt.checkpoint.huggingface import stored_name
+from minigpt.checkpoint.weights import weight_files
+from minigpt.config import LoraConfig
 from minigpt.errors import ModelFolderError
 from minigpt.model.lora import LoraLinear, adapters, add_update, block_matrices
 from minigpt.model.transformer import GPT
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-FUSED = ("q_proj", "k_proj", "v_proj")  # in this order in GPT-2's c_attn
 # What does not change the result, or is looked at below. Anything else that is set asks for more than plain LoRA.
 UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
@@ -78,7 +78,7 @@ def save_adapter_config(folder: Path, model: GPT, lora: LoraConfig, base: Path) 
 def fingerprint(base: Path) -> str:
     """Return the SHA-256 of a model's weights, so that an adapter is not put on others than it was trained on."""
     digest = hashlib.sha256()
-    for path in sorted(base.glob("model*.safetensors")):
+    for path in weight_files(base):
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
@@ -110,18 +110,8 @@ def _modules(model: GPT) -> dict[str, dict[str, nn.Linear]]:
     """Name each adaptable module as `transformers` does, with those of our layers that are in it."""
     named: dict[str, dict[str, nn.Linear]] = {}
     for name, linear in block_matrices(model).items():
-        named.setdefault(_module_name(name, model.config), {})[name] = linear
+        named.setdefault(stored_name(name, model.config), {})[name] = linear
     return named
-
-
-def _module_name(name: str, config: ModelConfig) -> str:
-    if config.architecture != "gpt2":
-        return name
-    layers, _, part = name.rpartition(".")
-    if part in FUSED:
-        return f"{layers.replace('model.layers', 'transformer.h').removesuffix('.self_attn')}.attn.c_attn"
-    parent, _, block = layers.rpartition(".")
-    return f"{parent.replace('model.layers', 'transformer.h')}.{GPT2_NAMES[f'{block}.{part}']}"
 
 
 def _target(name: str) -> str:

@@ -1,15 +1,55 @@
-"""Which folder says what about a model: an adapter has the config of its base model, and often its tokenizer."""
+"""What a model folder consists of, and which folder says what: an adapter has its base model's config, often more.
+
+Opens without torch and tokenizers: shell completion looks for models too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from minigpt.errors import ModelFolderError
-from minigpt.text.tokenizer import Tokenizer
 from minigpt.text.tokenizer_json import read_json
 
+if TYPE_CHECKING:
+    from minigpt.text.tokenizer import Tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# What makes up a model folder and its run, besides shards. What decides how all else is read comes first: in this
+# order an older model is removed, and something that is in the way is named.
+PARTS = (
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl",
+    "minigpt.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a file or folder of this name belongs to the model in whose folder it lies."""
+    return name in PARTS or SHARD.fullmatch(name) is not None
+
+
+def parts_in(folder: Path) -> list[str]:
+    """Return the names of a model's parts that a folder holds, shards last; none where it is no folder."""
+    found = [path.name for path in folder.iterdir() if is_part(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda name: (PARTS.index(name) if name in PARTS else len(PARTS), name))
+
+
+def weights_path(folder: Path) -> Path | None:
+    """Return the file that stands for the weights in a folder, an index where they are sharded; None without any."""
+    names = (ADAPTER_WEIGHTS,) if holds_adapter(folder) else (WEIGHTS, INDEX)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def holds_model(folder: Path) -> bool:
+    """Tell whether a folder holds a model that can generate, or an adapter of one."""
+    return holds_adapter(folder) or (weights_path(folder) is not None and (folder / "config.json").is_file())
 
 
 def holds_adapter(folder: Path) -> bool:
@@ -45,5 +85,15 @@ def config_path(folder: Path) -> Path:
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a model: an adapter's own, or its base model's where it has none."""
+    from minigpt.text.tokenizer import Tokenizer
+
     own = (folder / "tokenizer.json").is_file() or not holds_adapter(folder)
     return Tokenizer.load(folder if own else base_folder(folder))
+
+
+def section(record: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """Return a part of a record, the contents of minigpt.json; empty where it is missing or something else."""
+    part: Any = record
+    for name in path:
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part if isinstance(part, Mapping) else {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoint.base import holds_adapter
+from minigpt.checkpoint.base import holds_adapter, section
 from minigpt.checkpoint.files import write_text
 from minigpt.config import ModelConfig
 from minigpt.model.size import parameters
@@ -78,14 +78,19 @@ def is_ours(path: Path) -> bool:
         return False
 
 
+def licences(record: Mapping[str, Any]) -> list[str]:
+    """Return the licences that a record names, the model's own before that of the file it was imported from."""
+    told = (part.get("license") for part in (record, section(record, "imported")))
+    return [text for text in told if isinstance(text, str)]
+
+
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n{text}" if text else ""
 
 
 def _front_matter(config: ModelConfig, record: Mapping[str, Any], *, adapter: bool) -> str:
     """The YAML that model sites read. Whoever publishes a model knows its licence, which follows from its data."""
-    told = (part.get("license") for part in (record, _part(record, "imported")))
-    licence = next((text for text in told if isinstance(text, str) and _LICENCE.fullmatch(text)), "other")
+    licence = next((text for text in licences(record) if _LICENCE.fullmatch(text)), "other")
     library = "minigpt" if _alone(config) else "peft" if adapter else "transformers"
     tags = "".join(f"- {tag}\n" for tag in ("minigpt", config.architecture))
     head = f"license: {licence}\n" + ("license_name: unknown\n" if licence == "other" else "")
@@ -103,10 +108,10 @@ def _summary(config: ModelConfig, record: Mapping[str, Any], *, adapter: bool) -
 def _data(record: Mapping[str, Any]) -> str:
     """What the model has read, by the names of files; where they lie on somebody's disk is nobody's business."""
     lines = []
-    before = _part(record, "base", "record")
+    before = section(record, "base", "record")
     if before:
         lines += [f"before tuning: {line.removeprefix('- ')}" for line in _data(before).splitlines()]
-    data, corpus, chat = _part(record, "data"), _part(record, "corpus"), _part(record, "chat")
+    data, corpus, chat = section(record, "data"), section(record, "corpus"), section(record, "chat")
     names = _names(data.get("sources"), data.get("named"))
     if names:
         lines.append(f"files: {names}")
@@ -117,7 +122,7 @@ def _data(record: Mapping[str, Any]) -> str:
         lines.append(f"{documents:,} document{plural}, {byte_size(trained + held)} of text, {held_out}")
     if isinstance(conversations := chat.get("conversations"), int):
         lines.append(f"{conversations:,} conversations, {_number(chat, 'held_out'):,.0f} of them held out")
-    imported = _part(record, "imported")
+    imported = section(record, "imported")
     if isinstance(file := imported.get("file"), str):
         original = imported.get("name")
         named = f" ({_plain(original)})" if isinstance(original, str) else ""
@@ -151,7 +156,7 @@ def _shape(config: ModelConfig) -> str:
 
 def _training(record: Mapping[str, Any]) -> str:
     """How the model was trained, as far as the record tells."""
-    train, result, request = _part(record, "plan", "train"), _part(record, "result"), _part(record, "request")
+    train, result, request = section(record, "plan", "train"), section(record, "result"), section(record, "request")
     if not train:
         return ""
     rows = {
@@ -160,8 +165,8 @@ def _training(record: Mapping[str, Any]) -> str:
         "time": _told(result, "seconds", "{:,.0f} seconds") + _told(record, "device", " on a {}"),
         "batch": _told(train, "batch_size", "{:,} rows") + _told(train, "context", " of {:,} tokens"),
         "optimizer": _told(train, "optimizer", "{}") + _told(train, "learning_rate", ", learning rate {:g}"),
-        "adapter": _told(_part(request, "lora"), "rank", "rank {}")
-        + _told(_part(request, "lora"), "alpha", ", alpha {:g}"),
+        "adapter": _told(section(request, "lora"), "rank", "rank {}")
+        + _told(section(request, "lora"), "alpha", ", alpha {:g}"),
         "computed in": _told(train, "compute_dtype", "{}"),
         "seed": _told(train, "seed", "{}"),
     }
@@ -169,7 +174,7 @@ def _training(record: Mapping[str, Any]) -> str:
 
 
 def _score(record: Mapping[str, Any]) -> str:
-    bits = _part(record, "result").get("bits_per_byte")
+    bits = section(record, "result").get("bits_per_byte")
     if not isinstance(bits, int | float):
         return ""
     what = "the held-out answers" if record.get("made_by") == "finetune" else "the held-out text"
@@ -235,14 +240,6 @@ def _told(part: Mapping[str, Any], name: str, form: str) -> str:
 def _number(part: Mapping[str, Any], name: str) -> float:
     value = part.get(name)
     return value if isinstance(value, int | float) else 0
-
-
-def _part(record: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """A part of a record, empty where it is missing or something else."""
-    part: Any = record
-    for name in path:
-        part = part.get(name) if isinstance(part, Mapping) else None
-    return part if isinstance(part, Mapping) else {}
 
 
 def _amount(count: float) -> str:

@@ -10,17 +10,17 @@ last/               what resuming needs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minigpt.checkpoint.adapter import fingerprint, merge_adapter
-from minigpt.checkpoint.base import base_folder, config_path, holds_adapter, read_tokenizer
+from minigpt.checkpoint.base import WEIGHTS, base_folder, config_path, holds_adapter, holds_model, read_tokenizer
 from minigpt.checkpoint.files import read_json, write_json
 from minigpt.checkpoint.huggingface import config_from_hf, config_to_hf
-from minigpt.checkpoint.weights import WEIGHTS, holds_weights, load_weights, save_weights
+from minigpt.checkpoint.weights import load_weights, save_weights
 from minigpt.config import ModelConfig, SamplingConfig
 from minigpt.errors import ConfigError, ModelFolderError
 from minigpt.model.transformer import GPT
@@ -44,11 +44,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     record: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
-
-
-def holds_model(folder: Path) -> bool:
-    """Tell whether a folder holds a model that can generate, or an adapter of one."""
-    return holds_adapter(folder) or (holds_weights(folder) and (folder / "config.json").is_file())
 
 
 def save_description(
@@ -89,8 +84,16 @@ def save_companions(
     tokenizer.save(folder)
 
 
-def load(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+def load(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    dropout: float | None = None,
+) -> LoadedModel:
     """Open a model folder of ours or of `transformers`; `dtype` None keeps the stored type (that of the embedding).
+
+    `dropout` takes the place of the config's, for a model that is to be trained.
 
     An adapter is merged into its base model. Nothing in a folder is executed. Every weight must be there, fit its
     shape, and have a place in the model, or it is a ModelFolderError that names file and weight.
@@ -98,10 +101,12 @@ def load(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such model folder; train one with minigpt train, or name one with -m")
     if holds_adapter(folder):
+        assert dropout is None, "an adapter is never trained further"
         return _load_adapted(folder, device, dtype)
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} holds no model (no config.json in it)")
     config = read_config(folder)
+    config = config if dropout is None else replace(config, dropout=dropout)
     tokenizer = Tokenizer.load(folder)
     _check_vocabulary(folder, tokenizer, config)
     record, generation = _record(folder), _generation(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from minigpt.checkpoint.gguf_config import ROPE_FACTORS, config_from_gguf, confi
 from minigpt.checkpoint.gguf_file import CHUNK_VALUES, GGUFFile
 from minigpt.checkpoint.gguf_tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
 from minigpt.checkpoint.gguf_weights import Place, check_places, places, read_weights, stored_weight
-from minigpt.config import ModelConfig, SamplingConfig
+from minigpt.checkpoint.weights import assign_weights
+from minigpt.config import GGUFType, ModelConfig, SamplingConfig
 from minigpt.errors import ConfigError
 from minigpt.model.transformer import GPT
 from minigpt.text.tokenizer import Tokenizer
 
-GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Progress = Callable[[float], None]  # is told the share that is done
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,11 +91,7 @@ class GGUFModel:
         for name, weight in read_weights(self.file, self.places, dtype):
             weights[name] = weight
             progress(len(weights) / total)
-        if self.config.tie_word_embeddings:
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        model.load_state_dict(weights, assign=True)
-        if self.config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
+        assign_weights(model, weights)
         return model.eval()
 
 

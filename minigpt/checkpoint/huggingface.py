@@ -35,6 +35,7 @@ GPT2_NAMES = {
     "mlp.down_proj": "mlp.c_proj",
 }
 GPT2_FUSED = ("q_proj", "k_proj", "v_proj")  # in this order in one matrix
+_FUSED_PART = re.compile(rf"self_attn\.({'|'.join(GPT2_FUSED)})")
 # Settings that change what a model computes, with the values under which it computes what ours does.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (None, False),  # would differ from layer to layer
@@ -253,14 +254,22 @@ def layout(names: Iterable[str], config: ModelConfig) -> dict[str, tuple[str, ..
     for name in names:
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        if config.architecture != "gpt2":
-            stored[name] = (name,)
-        elif "self_attn.q_proj" in name:
-            parts = tuple(name.replace("q_proj", part) for part in GPT2_FUSED)
-            stored[_gpt2_name(name.replace("self_attn.q_proj", "attn.c_attn"))] = parts
-        elif not re.search(r"self_attn\.[kv]_proj", name):
-            stored[_gpt2_name(name)] = (name,)
+        if config.architecture == "gpt2" and (part := _FUSED_PART.search(name)):
+            parts = tuple(name.replace(part[0], f"self_attn.{other}") for other in GPT2_FUSED)
+            stored[stored_name(name, config)] = parts
+        else:
+            stored[stored_name(name, config)] = (name,)
     return stored
+
+
+def stored_name(name: str, config: ModelConfig) -> str:
+    """Return what `transformers` calls a weight or a module of ours; in GPT-2 query, key and value are one of them."""
+    if config.architecture != "gpt2":
+        return name
+    name = _FUSED_PART.sub("attn.c_attn", name)
+    for ours, theirs in GPT2_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name.replace("model.layers.", "transformer.h.")
 
 
 def to_stored(parts: Sequence[Tensor], names: Sequence[str], config: ModelConfig) -> Tensor:
@@ -301,9 +310,3 @@ def known_name(name: str, config: ModelConfig) -> str | None:
 def _transposed(dimensions: int, name: str, config: ModelConfig) -> bool:
     """GPT-2's blocks multiply from the left: their matrices are (in, out)."""
     return config.architecture == "gpt2" and dimensions == 2 and "layers." in name
-
-
-def _gpt2_name(name: str) -> str:
-    for ours, theirs in GPT2_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name.replace("model.layers.", "transformer.h.")

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minigpt.checkpoint.base import INDEX, SHARD, WEIGHTS
 from minigpt.checkpoint.files import (
     StoredTensor,
     json_writer,
@@ -29,16 +30,8 @@ from minigpt.config import ModelConfig
 from minigpt.errors import ModelFolderError
 from minigpt.model.transformer import GPT
 
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-
-
-def holds_weights(folder: Path) -> bool:
-    """Tell whether a folder holds weights in one file, or the index of several."""
-    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
 
 
 def load_weights(
@@ -57,12 +50,17 @@ def load_weights(
     _check_fit(where, stored, expected)
     (embedding,) = (name for name, ours in names.items() if ours == ("model.embed_tokens.weight",))
     weights = _read(stored, names, config, torch.device(device), dtype or FLOATS[stored[embedding].dtype])
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    assign_weights(model, weights)
     return model
+
+
+def assign_weights(model: GPT, weights: Mapping[str, Tensor]) -> None:
+    """Make tensors under our names the weights of a model, without a copy; a tied output embedding is the input's."""
+    tied = model.config.tie_word_embeddings
+    embedding = {"lm_head.weight": weights["model.embed_tokens.weight"]} if tied else {}
+    model.load_state_dict({**weights, **embedding}, assign=True)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def save_weights(
@@ -127,6 +125,11 @@ def _remove_stale(folder: Path, written: set[str]) -> None:
 def _note_dtype(path: Path, dtype: str) -> None:
     if path.is_file() and (raw := read_json(path)).get("dtype") != dtype:
         write_json(path, raw | {"dtype": dtype})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold a folder's weights; one that is missing, damaged or hostile is a ModelFolderError."""
+    return sorted({tensor.path for tensor in _find(folder)[1].values()})
 
 
 def _find(folder: Path) -> tuple[Path, dict[str, StoredTensor]]:

@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        console.error("out of memory; choose a smaller --batch-size, --context or --preset")
+        console.error("out of memory; choose a smaller model, batch or context")
         return 1
     except OSError as error:  # what no command expected, such as a full disk under stdout
         _drop_output()

@@ -85,8 +85,8 @@ def evaluate(
       minigpt eval --task blimp BLiMP.zip --limit 200
       minigpt eval --task instructions --show 5
 
-    Every token counts once and sees at least half a context before it, where the text has that much. Each document
-    follows an end-of-text token (or the model's begin token), which is context only.
+    Every token counts once and sees at least half a context before it (2,048 tokens are enough), where the text has so
+    many. Each document follows an end-of-text token (or the model's begin token), which is context only.
 
     A task is a file of JSON lines, a folder or a zip of them. lambada {context, continuation}: right when each token of
     the continuation is the likeliest; perplexity a word. blimp {sentence_good, sentence_bad}, arc and piqa {query,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from minigpt.cli import console, models, outputs
-from minigpt.config import DTypeName
+from minigpt.config import DTypeName, GGUFType
 from minigpt.errors import ConfigError, ModelFolderError, UsageError
 from minigpt.units import byte_size
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from minigpt.text.tokenizer import Tokenizer
 
 Format = Literal["gguf", "transformers"]
-GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 PROGRAMS = {"gguf": "llama.cpp", "transformers": "transformers"}
 # Half the size of float32, eight times finer than bfloat16, and read by every program that reads GGUF.
 DEFAULT_TYPE: GGUFType = "f16"
@@ -213,9 +212,9 @@ def _write_folder(loaded: LoadedModel, place: Path, kind: str, shard_bytes: int 
 
 def _about(loaded: LoadedModel) -> dict[str, str]:
     """What a GGUF file says of the model."""
-    imported = loaded.record.get("imported")
-    licences = (part.get("license") for part in (loaded.record, imported) if isinstance(part, dict))
-    licence = next((text for text in licences if isinstance(text, str)), None)
+    from minigpt.checkpoint.card import licences
+
+    licence = next(iter(licences(loaded.record)), None)
     return {"name": loaded.folder.resolve().name} | ({} if licence is None else {"license": licence})
 
 

@@ -147,14 +147,14 @@ def finetune(
     read |= {"weights": _weights(weight)} if weight else {}
     read |= {"mix": tuple(os.path.abspath(file) for file in mix)} if mix else {}
     base = None if model is None and resume else os.path.abspath(resolve(model))
-    asked = read | options | settings["train"] | ({} if adapter is None else {"lora": True} | adapter)
+    asked = read | options | settings["train"] | _said_of_adapter(adapter)
     asked |= {} if compute is None else {"compute_dtype": compute}
     asked |= {} if base is None else {"base": base}
     chat, named = None, BUNDLED
     if data or not resume:
         named, paths = _sources(data or [])
         chat = ChatRequest(sources=paths, named=named, **read)
-    tuned = None if adapter is None else from_mapping(LoraConfig, adapter, "lora")
+    tuned = None if adapter is None else _adapter(adapter)
     request = None if base is None else TuningRequest(base=base, lora=tuned, **options, train=settings["train"])
     folder = out if out is not None else RUNS / _stem(named)
     job = Job(data=chat, request=request, said=asked, out=folder, device=device, dtype=compute)
@@ -168,9 +168,18 @@ def _lora(settings: Sections, asked: bool, options: dict[str, Any], targets: str
         values["targets"] = tuple(target.strip() for target in targets.split(","))
     elif isinstance(values.get("targets"), list):
         values["targets"] = tuple(values["targets"])
-    if "rank" in values and "alpha" not in values and isinstance(values["rank"], int):
-        values["alpha"] = 2.0 * values["rank"]
     return values if asked or values else None
+
+
+def _adapter(values: dict[str, Any]) -> LoraConfig:
+    """Spell an adapter out; where only its rank was given, alpha is twice that."""
+    derived = {"alpha": 2.0 * values["rank"]} if isinstance(values.get("rank"), int) else {}
+    return from_mapping(LoraConfig, derived | values, "lora")
+
+
+def _said_of_adapter(values: dict[str, Any] | None) -> dict[str, Any]:
+    """What was asked of an adapter, under names that nothing else has."""
+    return {} if values is None else {"lora": True} | {f"lora_{name}": value for name, value in values.items()}
 
 
 def _weights(texts: list[str]) -> dict[str, float]:

@@ -96,12 +96,15 @@ def _answers(run: ChatRun, model: GPT, count: int) -> list[str]:
 
 def _conclude(run: ChatRun, folder: RunFolder) -> None:
     """Score the best model on all held-out answers, and show what it says to a few questions, before and after."""
-    best = load(folder.path, device=run.trainer.device)
+    weight = run.trainer.model.lm_head.weight
+    best = load(
+        folder.path, device=weight.device, dtype=weight.dtype
+    )  # as it was trained, whatever its base is stored as
     score = None if run.final_score is None else run.final_score(best.model)
     answers = _answers(run, best.model, len(run.questions))
     runs.finish(run, folder, score, {"answers": answers})
     show_result(run, folder, score)
-    if run.trainer.out_of_patience:
+    if run.trainer.ended_early:
         console.note(f"ended early: the held-out score was no better in the last {run.plan.train.patience} evaluations")
     for example, after in zip(run.examples, answers, strict=True):
         console.fact("question" if run.chat.held_out else "trained on", _short(example.question))

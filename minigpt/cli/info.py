@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from minigpt.checkpoint.base import section
 from minigpt.cli import console, models
 from minigpt.config import ArchitectureName, DTypeName, ModelConfig, OptimizerName, PresetName, TrainConfig
 from minigpt.config import preset_config as spelled_out
@@ -103,7 +104,7 @@ def _sizes(config: ModelConfig, record: dict[str, Any], context: int) -> dict[st
 
 def _training_types(record: dict[str, Any]) -> tuple[DTypeName, OptimizerName]:
     """What the model was trained with, or what a plan has that says nothing."""
-    train = _section(record, "plan", "train")
+    train = section(record, "plan", "train")
     compute: DTypeName = TrainConfig.compute_dtype
     optimizer: OptimizerName = TrainConfig.optimizer
     if train.get("compute_dtype") in get_args(DTypeName) and train.get("optimizer") in get_args(OptimizerName):
@@ -113,9 +114,9 @@ def _training_types(record: dict[str, Any]) -> tuple[DTypeName, OptimizerName]:
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
     """What the record tells of the training, as far as it does."""
-    corpus, result = _section(record, "corpus"), _section(record, "result")
+    corpus, result = section(record, "corpus"), section(record, "result")
     told = {
-        "data": _section(record, "data").get("named"),
+        "data": section(record, "data").get("named"),
         "corpus_tokens": corpus.get("train_tokens"),
         "trained_tokens": result.get("trained_tokens"),
         "bits_per_byte": result.get("bits_per_byte"),
@@ -123,14 +124,6 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
     }
     kinds = {"data": str}
     return {name: value for name, value in told.items() if isinstance(value, kinds.get(name, (int, float)))}
-
-
-def _section(record: dict[str, Any], *path: str) -> dict[str, Any]:
-    """A part of a record, empty where it is missing or something else."""
-    part: Any = record
-    for name in path:
-        part = part.get(name) if isinstance(part, dict) else None
-    return part if isinstance(part, dict) else {}
 
 
 def _lines(found: dict[str, Any]) -> str:

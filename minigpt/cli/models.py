@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minigpt.checkpoint.base import holds_model, weights_path
 from minigpt.cli import console
 from minigpt.config import DTypeName
 from minigpt.errors import ConfigError, ModelFolderError, UsageError
@@ -70,8 +71,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 def _runs() -> list[Path]:
     """Folders under runs/ that can generate, the newest first."""
-    weights = [path for path in RUNS.glob("*/model.safetensors") if (path.parent / "config.json").is_file()]
-    weights += [path for path in RUNS.glob("*/adapter_model.safetensors") if (path.parent / "minigpt.json").is_file()]
+    found = [weights_path(folder) for folder in RUNS.glob("[!.]*") if holds_model(folder)]
+    weights = [path for path in found if path is not None]  # a tuning run that has just begun has no adapter's yet
     return [path.parent for path in sorted(weights, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 

@@ -8,22 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from minigpt.checkpoint.base import parts_in
 from minigpt.errors import ConfigError, TrainingError
-
-# What makes up a model folder; another model in its place must not meet any of it.
-PARTS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "minigpt.json", "metrics.jsonl", "loss.svg", "last", "adapter_config.json", "adapter_model.safetensors",
-    "model.safetensors", "model.safetensors.index.json",
-)  # fmt: skip
-SHARDS = "model-*-of-*.safetensors"
 
 
 def check_free(place: Path, *, overwrite: bool) -> None:
     """Refuse a file that exists, or a folder that holds a part of a model, unless it is to be replaced: ConfigError."""
     if overwrite:
         return
-    held = next((name for name in PARTS if (place / name).exists()), None) if place.is_dir() else None
+    held = next(iter(parts_in(place)), None)
     if held or (place.exists() and not place.is_dir()):
         what = f"{place} holds {held} already" if held else f"{place} exists already"
         raise ConfigError(f"{what}; write elsewhere with -o, or replace it with --overwrite")
@@ -33,31 +26,53 @@ def check_free(place: Path, *, overwrite: bool) -> None:
 def staged_folder(place: Path) -> Iterator[Path]:
     """Give a folder to write a model to; its files take their place, and an older model leaves it, when the block ends.
 
-    After an error, `place` is what it was before. Other files in it stay, a README.md that a person wrote among them.
-    Errors: TrainingError when it cannot be written.
+    After an error inside the block `place` is what it was before. When a file cannot be moved, those that wait stay
+    where they are, and the error names their folder. Other files in `place` stay, a README.md that a person wrote
+    among them. Errors: TrainingError when it cannot be written.
     """
-    from minigpt.checkpoint.card import CARD, is_ours, remove_card
-
     stage = _beside(place)
     try:
         shutil.rmtree(stage, ignore_errors=True)  # a killed run may have left it
         stage.mkdir(parents=True)
         yield stage
         place.mkdir(parents=True, exist_ok=True)
+    except BaseException as error:
+        shutil.rmtree(stage, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise TrainingError(f"cannot write {place}: {error.strerror}; write elsewhere with -o") from error
+        raise
+    _take_place(stage, place)
+
+
+def _take_place(stage: Path, place: Path) -> None:
+    """Move files into a folder, then remove those parts of an older model that none of them was written over.
+
+    In this order there is a whole model at any moment: the older one, or the new one in both folders together.
+    """
+    from minigpt.checkpoint.card import CARD, is_ours, remove_card
+
+    try:
         if not is_ours(place / CARD):
             (stage / CARD).unlink(missing_ok=True)
-        remove_card(place)
-        for old in (*(place / name for name in PARTS), *place.glob(SHARDS)):
+        files = sorted(stage.iterdir(), key=lambda file: (file.name == "config.json", file.name))
+        for file in files:  # what makes it a model last
+            os.replace(file, place / file.name)
+        stage.rmdir()
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write {place}: {error.strerror}; move what is left in {stage} there, or write elsewhere with -o"
+        ) from error
+    written = {file.name for file in files}
+    try:
+        if CARD not in written:
+            remove_card(place)
+        for old in (place / name for name in parts_in(place) if name not in written):
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
             else:
-                old.unlink(missing_ok=True)
-        for file in sorted(stage.iterdir(), key=lambda file: file.name == "config.json"):  # what makes it a model last
-            os.replace(file, place / file.name)
+                old.unlink()
     except OSError as error:
-        raise TrainingError(f"cannot write {place}: {error.strerror}; write elsewhere with -o") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        raise TrainingError(f"cannot remove the older model from {place}: {error.strerror}; remove it there") from error
 
 
 @contextmanager

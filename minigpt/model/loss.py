@@ -70,7 +70,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slope_of: Slope) -> Tensor:
         V = weight.shape[0]
         padding = -V % VOCABULARY_MULTIPLE if hidden.device.type == "cuda" else 0
-        cast = F.pad(weight.detach().to(hidden.dtype), (0, 0, 0, padding))  # (V and what fills the last tile, C)
+        cast = weight.detach().to(hidden.dtype)
+        if padding:  # which copies
+            cast = F.pad(cast, (0, 0, 0, padding))  # (V and what fills the last tile, C)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
         weight_grad = torch.zeros_like(cast, dtype=torch.float32) if need_weight else None

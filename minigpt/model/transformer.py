@@ -212,22 +212,25 @@ class Decoder(nn.Module):
 def causal_plan(tokens: Tensor, config: ModelConfig, documents: Tensor | None, flex: bool = False) -> AttentionPlan:
     """Each token sees itself and those before it, at most one window back, and with `documents` (B, T) only its own.
 
-    Positions start again in each document, so that packed documents are read as if each stood alone.
+    Positions start again in each document, so that packed documents are read as if each stood alone; a document is a
+    run of equal numbers.
     """
     T = tokens.shape[1]
     positions = torch.arange(T, device=tokens.device)
     if documents is None and T <= config.window:
         return AttentionPlan(positions, is_causal=T > 1)
+    own = positions
+    if documents is not None:
+        begins = documents != documents.roll(1, dims=1)  # (B, T); a first token begins at 0 in any case
+        own = positions - torch.where(begins, positions, 0).cummax(dim=1).values  # (B, T)
+        if flex:
+            return AttentionPlan(own, blocks=document_blocks(documents, config.window))
     distance = positions.unsqueeze(-1) - positions  # (T, T)
     mask = (distance >= 0) & (distance < config.window)
     if documents is not None:
         same = documents.unsqueeze(-1) == documents.unsqueeze(1)  # (B, T, T)
         mask = (mask & same).unsqueeze(1)  # (B, 1, T, T)
-        first = same.int().argmax(dim=-1)  # (B, T): where each token's document begins
-        positions = positions - first
-        if flex:
-            return AttentionPlan(positions, blocks=document_blocks(documents, config.window))
-    return AttentionPlan(positions, mask=mask)
+    return AttentionPlan(own, mask=mask)
 
 
 class GPT(nn.Module):

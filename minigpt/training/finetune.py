@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from minigpt.checkpoint.base import holds_adapter
 from minigpt.checkpoint.folder import (
     LoadedModel,
     load,
-    load_weights,
     save_companions,
     save_description,
     save_weights,
@@ -42,7 +41,7 @@ from minigpt.training.plan import Plan
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.runs import Reporter, Run, understanding
 from minigpt.training.trainer import Trainer
-from minigpt.training.tuning_plan import Rows, TuningRequest, make_tuning_plan
+from minigpt.training.tuning_plan import Rows, TuningRequest, make_tuning_plan, tuning_optimizer
 
 MADE_BY = "finetune"
 EXAMPLES = 3  # held-out questions that are answered before and after
@@ -95,14 +94,25 @@ def prepare(
         ),
         machine=probe.look_at(device, compute, timed=False),
         measure=lambda rows: probe.training_speed(
-            base.model.config, rows, device, compute, context=chat.row_length, lora=request.lora
+            base.model.config,
+            rows,
+            device,
+            compute,
+            context=chat.row_length,
+            lora=request.lora,
+            optimizer=tuning_optimizer(request, base.record),
         ),
     )
     _describe(plan, request, base.model, device, report)
     base.model.to(device)
     record = runs.new_record(MADE_BY, plan, device, _origin(data, request, base, chat))
     model = _adapted(base.model, request)
-    runs.claim(folder, record, partial(_save_description, folder, model, base, chat, request, record), keep_text=False)
+    runs.claim(
+        folder,
+        record,
+        partial(_save_description, folder, model, base, chat, request, record),
+        keep_text=folder.taken() is None,  # what an old run did not leave is not ours to remove
+    )
     return _run(model.to(device), data, request, chat, plan, folder, record)
 
 
@@ -143,11 +153,7 @@ def load_base(request: TuningRequest, folder: RunFolder) -> LoadedModel:
         )
     if path.resolve() == folder.path.resolve():
         raise ModelFolderError(f"{path} is the model to begin with; write the tuned one elsewhere with -o")
-    base = load(path, dtype=torch.float32)
-    if base.model.config.dropout == request.dropout:
-        return base
-    model = load_weights(path, replace(base.model.config, dropout=request.dropout), dtype=torch.float32)
-    return replace(base, model=model.eval())
+    return load(path, dtype=torch.float32, dropout=request.dropout)
 
 
 def recorded(folder: RunFolder) -> dict[str, Any] | None:
@@ -175,7 +181,8 @@ def check_same(record: dict[str, Any], folder: RunFolder, data: ChatRequest | No
     with understanding(folder):
         before = record["plan"]["train"] | asdict(begun_data)
         before |= {name: value for name, value in asdict(begun).items() if value is not None}
-        before |= asdict(begun.lora) if begun.lora is not None else {}
+        adapter = {} if begun.lora is None else asdict(begun.lora)
+        before |= {f"lora_{name}": value for name, value in adapter.items()}
     runs.check_said(before | {"lora": begun.lora is not None}, said)
 
 

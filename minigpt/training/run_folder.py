@@ -14,23 +14,15 @@ import filelock
 from torch import Tensor
 
 from minigpt.checkpoint import files
-from minigpt.checkpoint.adapter import ADAPTER_WEIGHTS
-from minigpt.checkpoint.base import ADAPTER_CONFIG
+from minigpt.checkpoint.base import is_part, parts_in
 from minigpt.checkpoint.card import remove_card
-from minigpt.checkpoint.folder import WEIGHTS
 from minigpt.errors import DataError, TrainingError
 from minigpt.text.decoding import part_path
 
-MADE = (
-    ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl",
-    "minigpt.json", WEIGHTS, "stdin.txt", "tokenizer.json", "tokenizer_config.json",
-)  # fmt: skip
-# What an earlier model may leave that a new one of another kind has no use for, and would be read with it.
-REPLACED = (
-    ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, f"{WEIGHTS}.index.json", "config.json", "generation_config.json",
-    "chat_template.jinja", "metrics.jsonl", "loss.svg",
-)  # fmt: skip
-OURS = (*MADE, ".stdin.txt", ".stdin.txt.part", ".lock")  # and what is there only while a run begins
+TEXT = "stdin.txt"
+OURS = (TEXT, ".stdin.txt", ".stdin.txt.part", ".lock")  # beside the parts of a model
+# A new run writes its record before it removes anything, and a tokenizer over the one that was there.
+WRITTEN_OVER = ("minigpt.json", "tokenizer.json", "tokenizer_config.json")
 
 
 class RunFolder:
@@ -41,7 +33,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.incoming_path, self.text_path = path / ".stdin.txt", path / "stdin.txt"
+        self.incoming_path, self.text_path = path / ".stdin.txt", path / TEXT
         self.state_path = path / "last" / "state.safetensors"
         self.metrics_path = path / "metrics.jsonl"
         self._lock = filelock.FileLock(path / ".lock")
@@ -73,7 +65,7 @@ class RunFolder:
 
         Piped text alone does not count: a run that was killed as it began leaves it.
         """
-        return next((name for name in MADE if name != self.text_path.name and (self.path / name).exists()), None)
+        return next(iter(parts_in(self.path)), None)
 
     def holds_text(self) -> bool:
         """Tell whether piped text is here, whole."""
@@ -88,20 +80,25 @@ class RunFolder:
         here = self.path.resolve()
         for source in sources:
             file = source.resolve()
-            if file != here and file.is_relative_to(here) and file.relative_to(here).parts[0] in OURS:
+            name = file.relative_to(here).parts[0] if file != here and file.is_relative_to(here) else ""
+            if name in OURS or is_part(name):
                 raise DataError(f"{source}: a run in {self.path} would write over this text; write elsewhere with -o")
 
     def clear(self, *, keep_text: bool) -> None:
-        """Remove what an earlier run left but its record, so that nothing of it mixes with a new one.
+        """Remove what an earlier run or model left but its record, so that nothing of it mixes with a new one.
 
         Incoming text is kept.
         """
         if self.incoming_path.exists():
             os.replace(self.incoming_path, self.text_path)
-        shutil.rmtree(self.path / "last", ignore_errors=True)
         remove_card(self.path)
-        for name in (*REPLACED, *(() if keep_text else ("stdin.txt",))):
-            (self.path / name).unlink(missing_ok=True)
+        for path in (self.path / name for name in parts_in(self.path) if name not in WRITTEN_OVER):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        if not keep_text:
+            self.text_path.unlink(missing_ok=True)
 
     def save_state(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Write all that resuming needs as one file, in one atomic step."""

@@ -116,6 +116,7 @@ class Trainer:
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.compute_dtype == "float16")
         self.progress = Progress(total_steps=config.total_steps, micro_batch_size=config.micro_batch_size)
+        self.ended_early = False
         self._began = 0.0
         self._saved_at, self._save_took = 0.0, 0.0
         self._ahead: tuple[int, Batch] | None = None  # the next step's batch, made while a GPU works on this one's
@@ -138,8 +139,8 @@ class Trainer:
             if last or progress.step % self.config.eval_every == 0:
                 yield from self._evaluate()
                 self._correct_plan()
-                if self.out_of_patience:
-                    progress.total_steps = progress.step
+                if self.out_of_patience and not last:
+                    progress.total_steps, self.ended_early = progress.step, True
                 self._save_state()
             elif time.monotonic() - self._saved_at > max(SAVE_SECONDS, SAVE_SHARE * self._save_took):
                 self._save_state()

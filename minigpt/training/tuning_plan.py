@@ -96,7 +96,7 @@ def make_tuning_plan(
         budget = replace(request, epochs=_epochs(rows.conversations))
     batch_size, steps = _batch_and_steps(budget, request.train.get("batch_size"), rows, machine, measure)
     seconds = None if budget.minutes is None else 60 * budget.minutes
-    optimizer = _optimizer(request, base_record)
+    optimizer = tuning_optimizer(request, base_record)
     need = partial(_need, model, rows.length, machine, optimizer, adapter)
     micro = int(request.train.get("micro_batch_size") or micro_batch(batch_size, machine, need, SMALLER))
     values: dict[str, Any] = {"total_steps": steps, "batch_size": batch_size, "micro_batch_size": micro}
@@ -125,7 +125,7 @@ def tuning_rate(model: ModelConfig, *, lora: bool) -> float:
     return round(learning_rate(model) * share, 6)
 
 
-def _optimizer(request: TuningRequest, base_record: Mapping[str, Any]) -> OptimizerName:
+def tuning_optimizer(request: TuningRequest, base_record: Mapping[str, Any]) -> OptimizerName:
     """Go on with what the model was trained with here; others come from AdamW, and so do adapters' narrow matrices.
 
     Tuning gains most from the optimizer that made the weights (Liu et al. 2025, section 3.5).
