@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from minigpt.errors import ConfigError
 
 ArchitectureName = Literal["qwen3", "llama", "qwen2", "mistral", "gpt2", "transformer-2017"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+QuantizeName = Literal["int8", "int4"]
 ScheduleName = Literal["cosine", "linear"]
 OptimizerName = Literal["adamw", "muon"]
 PresetName = Literal["nano", "micro", "tiny", "mini", "small", "medium", "base", "large", "xl"]
@@ -318,16 +319,18 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]  # type: ignore[arg-type]
     if missing:
         raise ConfigError(f"{where}: setting {missing[0]!r} is missing")
+    hints = get_type_hints(cls)
     try:
-        return cls(**{name: _frozen(name, value) for name, value in values.items()})
+        return cls(**{name: _frozen(name, hints[name], value) for name, value in values.items()})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _frozen(name: str, value: Any) -> Any:
-    """Lists become tuples, and the one table inside a config becomes its own: nothing frozen holds what can change."""
-    if isinstance(value, Mapping) and name == "rope_scaling":
-        return from_mapping(RopeScaling, value, name)
+def _frozen(name: str, hint: Any, value: Any) -> Any:
+    """Lists become tuples, and a table what its hint says or may be: nothing frozen holds what can change."""
+    kind = next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), None)
+    if isinstance(value, Mapping) and isinstance(kind, type):
+        return from_mapping(kind, value, name)
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,4 +1,4 @@
-"""Write what is bundled: short English and Chinese stories, and instructions with answers that a program can check.
+"""Write what is bundled: short English and Chinese stories, instructions and preference pairs that a program can check.
 
 The same bytes on every machine.
 
@@ -11,13 +11,15 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tales.grammar import read_grammar
 from tales.teller import Teller
 from tasks.maker import TASKS, make_rows
+from tasks.pairs import make_pairs
 
 HERE = Path(__file__).resolve().parent
 SEPARATOR = "<|endoftext|>"
@@ -69,6 +71,11 @@ INSTRUCTIONS = {  # file: whether its words, names and numbers are those held ou
     "instructions.test.jsonl": (True, dict.fromkeys(TASKS, 60), 40),
 }
 
+PREFERENCES = {  # file: whether its words are held out, pairs of each kind and language, seed
+    "preferences.train.jsonl": (False, 300, 50),
+    "preferences.test.jsonl": (True, 30, 60),
+}
+
 
 def sentences(story: str) -> list[str]:
     """Return the sentences of a story without their quotation marks and end marks."""
@@ -100,13 +107,17 @@ def write_corpus(corpus: Corpus) -> str:
 
 def write_instructions(held: bool, each: dict[str, int], seed: int) -> str:
     """Return the rows of an instruction file, one JSON object a line."""
-    rows = make_rows(HERE / "tasks", held=held, each=each, seed=seed)
+    return json_lines(make_rows(HERE / "tasks", held=held, each=each, seed=seed))
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as JSON, one object a line."""
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def main() -> None:
     """Write every file into the chosen folder."""
-    parser = argparse.ArgumentParser(description="Write the bundled corpus and instructions.")
+    parser = argparse.ArgumentParser(description="Write the bundled corpus, instructions and preference pairs.")
     parser.add_argument("--out", type=Path, default=HERE.parent / "data", help="folder to write to (default: data/)")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
@@ -114,6 +125,9 @@ def main() -> None:
         (out / corpus.file).write_bytes(write_corpus(corpus).encode("utf-8"))
     for file, (held, each, seed) in INSTRUCTIONS.items():
         (out / file).write_bytes(write_instructions(held, each, seed).encode("utf-8"))
+    for file, (held, count, seed) in PREFERENCES.items():
+        pairs = make_pairs(HERE / "tasks", held=held, each=count, seed=seed)
+        (out / file).write_bytes(json_lines(pairs).encode("utf-8"))
 
 
 if __name__ == "__main__":

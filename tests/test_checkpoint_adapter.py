@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,14 @@ from tiny_folder import make_folder
 from torch import Tensor
 from variants import VARIANTS
 
+from minigpt.checkpoint import adapter as checkpoint_adapter
 from minigpt.checkpoint.adapter import (
     ADAPTER_WEIGHTS,
     fingerprint,
     merge_adapter,
     save_adapter,
     save_adapter_config,
+    weights_facts,
 )
 from minigpt.checkpoint.base import ADAPTER_CONFIG, base_folder, holds_adapter
 from minigpt.checkpoint.files import read_tensors, stored_tensors, write_json, write_tensors
@@ -221,6 +224,31 @@ def test_a_base_that_was_trained_again_is_refused(tmp_path: Path, qwen: Path) ->
         f"{folder}: its base model {base} has other weights than the adapter was trained on; "
         "put the old ones back, or train the adapter again"
     )
+
+
+def test_a_base_is_read_a_second_time_only_where_its_files_look_other(
+    tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = shutil.copytree(qwen, tmp_path / "base")
+    folder, _ = make_adapter(tmp_path / "adapter", base)
+    write_json(folder / "minigpt.json", {"base": weights_facts(base)})
+    read: list[Path] = []
+
+    def counting(base: Path) -> str:
+        read.append(base)
+        return fingerprint(base)
+
+    monkeypatch.setattr(checkpoint_adapter, "fingerprint", counting)
+    load(folder)
+    assert read == []
+    os.utime(base / "model.safetensors", ns=(1, 1))
+    load(folder)
+    assert read == [base], "the same weights in a file that was written anew"
+    stored, metadata = read_tensors(base / "model.safetensors")
+    stored["model.norm.weight"] = stored["model.norm.weight"] + 1e-3
+    write_tensors(base / "model.safetensors", stored, metadata)
+    with pytest.raises(ModelFolderError, match="has other weights than the adapter was trained on"):
+        load(folder)
 
 
 # Files that are no adapter

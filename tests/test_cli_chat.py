@@ -13,6 +13,7 @@ from commands import CPU, Result, error_of, minigpt
 from parrot import make_parrot_folder
 
 from minigpt.checkpoint.folder import load
+from minigpt.cli import chat as command
 from minigpt.config import SamplingConfig
 from minigpt.inference.chat import Chat
 from minigpt.inference.sampling import row_seed
@@ -257,6 +258,31 @@ def test_a_mistake_ends_a_script_with_one_line(text: str, words: str, script: An
     Path("there.txt").write_text("mine", encoding="utf-8")
     assert words in error_of(script(text))
     assert Path("there.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other names are bad elsewhere")
+def test_a_bad_name_of_a_file_is_one_line_and_the_chat_goes_on(parrot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a person, that is: in a script the first mistake is the last."""
+    Path("folder").mkdir()
+    Path("file").touch()
+    Path("gone.json").symlink_to("nowhere")
+    bad = ["folder", "folder/", ".", "..", "/", "file/x.json", "x" * 5000, f"{'x' * 5000}/y", "a\0/b", "~nobody\0/b",
+           "/proc/x.json", "gone.json"]  # fmt: skip
+    lines = ["Hi", *(f"/{verb} {name}" for name in bad for verb in ("save", "load")), "/save ok.json", "/quit"]
+
+    class Person:
+        interactive = True
+
+        def message(self) -> str:
+            return lines.pop(0)
+
+    monkeypatch.setattr(command, "Keyboard", Person)
+    result = minigpt("chat", "-m", parrot, "-t", "0", *CPU)
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert result.status == 0
+    assert len(errors) == 2 * len(bad)
+    assert "Traceback" not in result.err
+    assert saved("ok.json") == ["user: Hi", f"assistant: {ANSWER}"]
 
 
 def test_options_that_are_wrong(parrot: Path) -> None:

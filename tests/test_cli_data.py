@@ -158,7 +158,7 @@ def test_rows_are_as_long_as_asked_or_as_the_model_can(tmp_path: Path, model: Pa
     (found,) = preview(chats, "-m", model, "--context", 50, "--json").objects
     assert found["context"] == 50
     message = error_of(minigpt("data", "preview", chats, "-m", model, "--context", 97))
-    assert message.startswith("--context 97 is more than the model's context of 96; ")
+    assert message == "context is 97, more than the model's 96; give a smaller --context"
     wide = folder_of(tmp_path / "wide", 10_000)
     (found,) = preview(chats, "-m", wide, "--json").objects
     assert found["context"] % 64 == 0
@@ -168,7 +168,7 @@ def test_rows_are_as_long_as_asked_or_as_the_model_can(tmp_path: Path, model: Pa
     assert preview(chats, "-m", bare, "--context", 64, "--json").objects[0]["context"] == 64
     (bare / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}), encoding="utf-8")
     message = error_of(minigpt("data", "preview", chats, "-m", bare, "--context", 97))
-    assert message.startswith("--context 97 is more than the model's context of 96; "), "an adapter has its base's"
+    assert message.startswith("context is 97, more than the model's 96; "), "an adapter has its base's"
 
 
 def test_an_adapter_without_a_tokenizer_has_its_bases(tmp_path: Path, model: Path) -> None:
@@ -203,6 +203,33 @@ def test_without_data_the_bundled_instructions_are_shown(
     monkeypatch.setattr("minigpt.cli.data.bundled_instructions", lambda: [chats])
     done = minigpt("data", "preview", "-m", model)
     assert (done.status, "Say it." in done.out) == (0, True)
+
+
+def test_both_answers_of_a_pair_are_shown(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": f"Q{n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(4)]
+    pairs = write(tmp_path / "pairs.jsonl", *rows, {"prompt": "x", "chosen": "y", "rejected": "y"})
+    result = preview(pairs, "--as", "pairs", "-m", model, "-n", 2)
+    shown = [line for line in result.out.splitlines() if line.startswith(str(pairs))]
+    assert [line.split("  ")[0] for line in shown] == [
+        f"{pairs}:{n} {side}" for n in (1, 3) for side in ("chosen", "rejected")
+    ]
+    assert "⟦yes 2<|im_end|>⟧" in result.out
+    assert "⟦no 2<|im_end|>⟧" in result.out
+    assert "\npairs          4, with 12 messages\n" in result.out
+    assert "\nleft out       1 pair of equal answers left out\n" in result.out
+    assert result.err == f"read       {pairs}: prompt/chosen/rejected (5)\n"
+    message = error_of(minigpt("data", "preview", write(tmp_path / "x.jsonl", {"q": 1}), "--as", "pairs", "-m", model))
+    assert message.startswith(f'{tmp_path}/x.jsonl:1: no field "chosen" (found: "q"); a pair needs it; ')
+
+
+def test_labelled_answers_are_shown_with_their_labels(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": "Q", "completion": "A", "label": True}, {"prompt": "Q", "completion": "B", "label": False}]
+    (found,) = preview(write(tmp_path / "x.jsonl", *rows), "--as", "labels", "-m", model, "--json").objects
+    assert [example["where"] for example in found["examples"]] == [
+        f"{tmp_path}/x.jsonl:1 good",
+        f"{tmp_path}/x.jsonl:2 bad",
+    ]
+    assert (found["conversations"], found["disliked"]) == (2, 0)
 
 
 def test_no_file_and_no_answer_are_said(tmp_path: Path, model: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from tiny_chat import PAIRS, make_base, write_chats
 
 from minigpt.checkpoint.files import read_tensors, write_tensors
 from minigpt.checkpoint.folder import load, save_weights
+from minigpt.cli.finetune import BUNDLED
 from minigpt.training.run_folder import RunFolder
 
 SETTINGS = (*CPU, "--seed", "7", "--batch-size", "2", "--val-fraction", "0.3", "--set", "train.eval_every=3")
 STEPS = ("--steps", "8")
-TIMINGS = ("tokens_per_second", "elapsed")
+TIMINGS = ("tokens_per_second", "elapsed", "waited")
 KINDS = {"full": (), "lora": ("--lora-rank", "2", "--lora-dropout", "0.1"), "noise": ("--neftune-alpha", "5")}
 
 
@@ -104,6 +105,21 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signa
 
 
 # What is said, and what comes out
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_few_seconds_from_end_to_end(base: Path, kind: str) -> None:
+    """A budget of time, and all else chosen: the model learns, and what it learned can be asked for."""
+    result = minigpt("finetune", "chats.jsonl", "-m", base, "--minutes", "0.05", "--seed", "7", *KINDS[kind], *CPU)
+    assert result.status == 0, result.err
+    assert "plan       " in result.err
+    scores = [row["bits_per_byte"] for row in rows("runs/chats") if "bits_per_byte" in row]
+    assert len(scores) >= 2, "before the first step and after the last"
+    assert scores[-1] < scores[0] * (0.9 if kind == "full" else 1)
+    asked = ("-m", "runs/chats", "-n", "8", "-t", "0", *CPU)
+    (answer,) = minigpt("generate", "--chat", "Say cat", "--json", *asked).objects
+    chat = minigpt("chat", *asked, stdin=b"Say cat\n")
+    assert (chat.status, chat.out.strip()) == (0, answer["text"].strip())
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -238,7 +254,7 @@ def test_a_run_killed_before_its_first_save_begins_again(
     def kill(*arguments: Any, **keywords: Any) -> None:
         raise Killed
 
-    for place in ("save_description", "_run"):
+    for place in ("save_all_but_weights", "_run"):
         with monkeypatch.context() as patch:
             patch.setattr(f"minigpt.training.finetune.{place}", kill)
             with pytest.raises(Killed):
@@ -448,7 +464,8 @@ def test_ending_early_is_said(base: Path) -> None:
 
 
 def test_no_data_is_the_bundled_instructions(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minigpt.cli.finetune.bundled_instructions", lambda: [Path("chats.jsonl").resolve()])
+    here = replace(BUNDLED, files=lambda: [Path("chats.jsonl").resolve()])
+    monkeypatch.setattr("minigpt.cli.finetune.BUNDLED", here)
     assert error_of(minigpt("finetune", "--resume")).startswith("runs/bundled-chat holds no tuning run to continue; ")
     result = minigpt("finetune", "-m", base, *CPU, "--steps", "1")
     assert result.status == 0, result.err

@@ -484,7 +484,7 @@ def test_a_model_not_tuned_for_chat_says_so_and_one_without_a_template_is_refuse
         (["--messages", "gone.json"], None, 1, "gone.json: No such file"),
         (["--messages", "-"], b"[{", 1, "stdin: no valid JSON"),
         (["--messages", "-"], b"[]", 1, "stdin: not a conversation"),
-        (["--messages", "-"], b'[{"role": "bot", "content": "x"}]', 1, "stdin: message 1 has the role 'bot'"),
+        (["--messages", "-"], b'[{"role": "poet", "content": "x"}]', 1, "stdin: message 1 has the role 'poet'"),
         (["--messages", "-"], b'[{"role": "assistant", "content": "x"}]', 1, "end with one to answer"),
         (["--chat", "--jsonl"], b'{"messages": 7}\n', 1, "stdin:1: not a conversation"),
         (["--chat", "--jsonl"], b'{"text": "x"}\n', 1, 'stdin:1: no field "prompt" (found: "text"); '),

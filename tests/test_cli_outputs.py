@@ -75,7 +75,8 @@ def test_no_model_is_lost_when_a_file_cannot_be_moved(
         write(made, place)
     monkeypatch.undo()
     assert len(calls) == call
-    stage = place.parent / ".place.partial"
+    stage = place.parent / ".place.waiting"
+    assert [path.name for path in sorted(place.parent.iterdir())] == [stage.name, "place"]
     assert str(raised.value) == (
         f"cannot write {place}: No space left on device; move what is left in {stage} there, or write elsewhere with -o"
     )
@@ -88,6 +89,23 @@ def test_no_model_is_lost_when_a_file_cannot_be_moved(
     assert new.items() <= contents(place).items()
     (place / "model.safetensors").unlink()
     assert torch.equal(logits(place), logits(made / "newer"))
+
+
+def test_trying_again_loses_nothing_that_was_kept(made: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time fails before it has a model, the third succeeds."""
+    fail_at(monkeypatch, "replace", 3)
+    with pytest.raises(TrainingError, match="move what is left in"):
+        write(made, place)
+    monkeypatch.undo()
+    kept = contents(place.parent)
+    assert contents(made / "newer").keys() - contents(place).keys() <= contents(place.parent / ".place.waiting").keys()
+    for failure in (KeyboardInterrupt, OSError(28, "No space left on device")):
+        with pytest.raises((KeyboardInterrupt, TrainingError)), staged_folder(place):
+            raise failure
+        assert contents(place.parent) == kept
+    write(made, place)
+    assert contents(place) == contents(made / "newer") | {"notes.txt": b"x"}
+    assert [path.name for path in place.parent.iterdir()] == ["place"]
 
 
 def test_what_fails_before_the_first_file_is_moved_changes_nothing(
@@ -114,7 +132,7 @@ def test_an_older_model_that_cannot_be_removed_is_named(
     with pytest.raises(TrainingError, match=r"^cannot remove the older model from .*place: No space left on device; "):
         write(made, place)
     assert contents(made / "newer").items() <= contents(place).items()
-    assert not (place.parent / ".place.partial").exists()
+    assert [path.name for path in place.parent.iterdir()] == ["place"]
 
 
 def test_shards_alone_are_a_model_in_the_way(tmp_path: Path) -> None:

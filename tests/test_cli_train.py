@@ -30,7 +30,7 @@ from minigpt.training.run_folder import RunFolder
 WORDS = "the cat sat on a mat and saw one red bird in every old tree by night while rain fell"
 TEXT = "".join(f"{n}. {WORDS[n % 40 :]} {WORDS[: n * 7 % 50]}.\n" for n in range(60))  # about 4 kB
 STEPS = (*TINY, "--steps", "6", "--set", "train.eval_every=3")
-TIMINGS = ("tokens_per_second", "elapsed")
+TIMINGS = ("tokens_per_second", "elapsed", "waited")
 
 
 @pytest.fixture(autouse=True)

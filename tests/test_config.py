@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, asdict, dataclass, fields
 from typing import Any, get_args
 
 import pytest
@@ -59,6 +59,15 @@ def refusal(cls: type[Any], values: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Tables inside of a config: one that must be there, one that may be, and one of no kind."""
+
+    first: RopeScaling
+    second: RopeScaling | None = None
+    other: dict[str, int] | None = None
+
+
 @every_kind
 def test_frozen_and_keyword_only(cls: type[Any], values: dict[str, Any]) -> None:
     config = cls(**values)
@@ -102,6 +111,13 @@ def test_a_mapping_that_is_wrong_names_its_place(cls: type[Any], values: dict[st
     with pytest.raises(ConfigError) as caught:
         from_mapping(cls, values, "a.toml")
     assert str(caught.value).startswith(message)
+
+
+def test_a_table_becomes_what_the_setting_is_made_of() -> None:
+    found = from_mapping(Outer, {"first": {"kind": "linear", "factor": 2}, "other": {"a": 1}}, "a.toml")
+    assert found == Outer(first=RopeScaling(kind="linear", factor=2), other={"a": 1})
+    with pytest.raises(ConfigError, match=r"^a\.toml: second: unknown setting 'x'"):
+        from_mapping(Outer, {"first": {"kind": "linear", "factor": 2}, "second": {"x": 1}}, "a.toml")
 
 
 def test_lists_of_a_file_become_tuples() -> None:

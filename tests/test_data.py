@@ -1,4 +1,4 @@
-"""The bundled corpus and instructions: what the generator writes, and what a reader may expect of it."""
+"""The bundled corpus, instructions and preference pairs: what the generator writes, and what a reader may expect."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from minigpt.evaluation.rules import RULES
+from minigpt.text.bundled import bundled_held_preferences, bundled_preferences
+from minigpt.text.conversations import ChatOptions
+from minigpt.text.preferences import PreferenceCounts, load_pairs, load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data"
 FILES = ("tales.en.txt", "tales.zh.txt")
 INSTRUCTIONS = ("instructions.train.jsonl", "instructions.test.jsonl")
+PREFERENCES = ("preferences.train.jsonl", "preferences.test.jsonl")
 TASKS = ("copy", "reverse", "count", "sum", "rewrite", "story")
 SEPARATOR = "<|endoftext|>"
 WORD = re.compile(r"[A-Za-z']+")
@@ -47,7 +54,7 @@ def test_generator_writes_the_committed_bytes_whatever_the_hash_seed(tmp_path: P
         for seed in ("1", "2")
     ]
     assert [run.wait() for run in runs] == [0, 0]
-    for name in (*FILES, *INSTRUCTIONS):
+    for name in (*FILES, *INSTRUCTIONS, *PREFERENCES):
         first, second = ((tmp_path / seed / name).read_bytes() for seed in ("1", "2"))
         assert first == second == (DATA / name).read_bytes(), f"{name}: run python scripts/make_data.py"
 
@@ -233,3 +240,90 @@ def test_answers_are_right(part: str, language: str) -> None:
     for row in rows_of(part, "story", language):
         answer = row["output"].removeprefix("It was ").removeprefix("是").rstrip(".。")
         assert answer in row["instruction"] + row["input"], row
+
+
+@cache
+def pairs(part: str) -> list[dict[str, Any]]:
+    text = (DATA / f"preferences.{part}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def pair_text(row: dict[str, Any]) -> str:
+    return "\n".join(row[field] for field in ("instruction", "input", "output", "chosen", "rejected"))
+
+
+def score(answer: str, row: dict[str, Any]) -> float:
+    return RULES["asked"](answer, row)
+
+
+@pytest.mark.parametrize(("part", "each"), [("train", 300), ("test", 30)])
+def test_every_kind_of_pair_is_there_as_often_in_both_languages_and_halves(part: str, each: int) -> None:
+    kinds = {f"{kind}-{language}" for kind in ("right", "polite", "length", "language") for language in ("en", "zh")}
+    assert Counter(row["kind"] for row in pairs(part)) == dict.fromkeys(kinds, each)
+    halves = Counter((row["kind"], row["half"]) for row in pairs(part))
+    assert all(abs(halves[kind, 1] - halves[kind, 2]) <= 12 for kind in kinds), halves
+    assert all(row["kind"].endswith(row["language"]) for row in pairs(part))
+    first = Counter(row["output"] == row["chosen"] for row in pairs(part))
+    assert abs(first[True] - first[False]) < 0.15 * len(pairs(part)), "demonstrations are as often worse as better"
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_the_rules_put_the_better_answer_of_every_pair_first(part: str) -> None:
+    for row in pairs(part):
+        better, worse = score(row["chosen"], row), score(row["rejected"], row)
+        assert better > worse, row
+        assert row["output"] in (row["chosen"], row["rejected"])
+        kind = row["kind"].split("-")[0]
+        assert row["rules"][-1] == "polite"
+        polite = [RULES["polite"](row[side], row) for side in ("chosen", "rejected")]
+        assert polite == [1, 0] if kind == "polite" else polite[0] == polite[1], "they differ in one thing"
+        wanted = {"right": "correct", "polite": "polite"}.get(kind, kind)
+        assert RULES[wanted](row["chosen"], row) == 1, row
+        assert all(RULES[rule](row["chosen"], row) == 1 for rule in row["rules"] if rule != "polite"), row
+        if kind == "polite":
+            assert row["chosen"].startswith(row["rejected"].rstrip(".。")), row
+
+
+def test_pairs_are_small_and_whole() -> None:
+    assert sum((DATA / name).stat().st_size for name in PREFERENCES) <= 1e6
+    for row in (*pairs("train"), *pairs("test")):
+        assert all(row[field].strip() for field in ("instruction", "input", "chosen", "rejected"))
+        assert not re.search(r"[{}*\[\]|]|  |。。|\.\.", pair_text(row)), row
+        assert len(pair_text(row)) <= 400
+
+
+def test_no_pair_asks_the_same_twice_or_in_both_parts_or_halves() -> None:
+    asked = [(row["instruction"], row["input"], row["kind"]) for part in ("train", "test") for row in pairs(part)]
+    assert len(set(asked)) == len(asked)
+    halves = [{(row["instruction"], row["input"], row["kind"]) for row in pairs("train") if row["half"] == n}
+              for n in (1, 2)]  # fmt: skip
+    assert not halves[0] & halves[1]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_held_out_words_and_numbers_of_pairs_occur_in_no_training_row(language: str) -> None:
+    training = "\n".join(
+        [pair_text(row) for row in pairs("train") if row["language"] == language]
+        + [said(row) for row in rows("train") if row["kind"].endswith(language)]
+    )
+    assert found(held_out(language), training, language) == set()
+    test = [row for row in pairs("test") if row["language"] == language]
+    named = listed("name", language)
+    if language == "en":
+        assert found(named, "\n".join(map(pair_text, test)), language) == set()
+    operands = {number for row in test for number in re.findall(r"\d\d", row["input"])}
+    assert operands
+    assert not operands & set(re.findall(r"\d+", training))
+
+
+def test_pairs_are_read_as_they_are_meant() -> None:
+    counts = PreferenceCounts()
+    found = load_pairs([DATA / name for name in PREFERENCES], ChatOptions(), counts)
+    assert [(pair.chosen[0].content, pair.rejected[0].content) for pair in found] == [
+        (row["chosen"], row["rejected"]) for part in ("train", "test") for row in pairs(part)
+    ]
+    assert counts.notes() == []
+    assert {shape for shapes in counts.shapes.values() for shape in shapes} == {"instruction/input/chosen/rejected"}
+    prompts = load_prompts([DATA / "preferences.test.jsonl"], ChatOptions())
+    assert all(score(prompt.row["chosen"], prompt.row) >= 0.5 for prompt in prompts)
+    assert [bundled_preferences(), bundled_held_preferences()] == [[DATA / name] for name in PREFERENCES]

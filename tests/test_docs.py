@@ -224,7 +224,7 @@ def test_the_whole_tutorial_can_be_pasted(tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for language, body in blocks(TUTORIAL):
         if language == "bash":
-            quick = re.sub(r"--steps \d+|--minutes \d+", "--steps 20", body)
+            quick = re.sub(r"--(steps|minutes|epochs) \d+", "--steps 20", body)
             done = subprocess.run(
                 ["bash", "-eo", "pipefail", "-c", quick],
                 cwd=tmp_path, env=environment, capture_output=True, stdin=subprocess.DEVNULL, encoding="utf-8",

@@ -26,7 +26,7 @@ SAYS = "Alice by"
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load(make_folder(tmp_path_factory.mktemp("model"), "llama"))
+    return load(make_folder(tmp_path_factory.mktemp("model"), "llama", context=128))
 
 
 def row(output: str, instruction: str = "Say it.", given: str = "", kind: str = "") -> Row:
@@ -77,7 +77,7 @@ def test_the_prompt_is_one_user_message_and_the_answer_is_greedy(loaded: LoadedM
         (alone,) = collect(stream(loaded.model, tokenizer, [ids], sampling, [7]), 1)
         assert one.text == alone.text
         assert one.ended is (alone.finish_reason == "end")
-        assert one.cut is (len(ids) > 16)
+        assert not one.cut
 
 
 def test_the_batch_makes_no_difference(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,37 @@ def test_what_a_model_says_is_counted() -> None:
     assert (bad.right, good.right, whole.right) == (Share(0.5, 2), Share(1.0, 2), Share(0.75, 4))
     assert (bad.constant, good.constant, whole.constant) == (0.5, 1.0, 0.75)
     assert whole.constant_answer == SAYS
+
+
+def test_a_question_too_long_loses_its_beginning_and_leaves_room_for_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = make_parrot(SAYS, context=64)
+    prompts: list[list[int]] = []
+
+    def recording(*arguments: Any) -> Any:
+        prompts.extend(arguments[2])
+        return stream(*arguments)
+
+    monkeypatch.setattr(instructions, "stream", recording)
+    long = row(SAYS, "Repeat.", "Alice " * 60 + "the end")
+    short = row(SAYS, "Repeat.", "the end")
+    answers = answer_rows(model, tokenizer, [long, short])
+    assert [answer.cut for answer in answers] == [True, False]
+    assert [answer.right for answer in answers] == [True, True]
+    shorter, longer = sorted(prompts, key=len)
+    new_tokens = 2 * len(tokenizer.encode(SAYS)) + 16
+    assert len(longer) <= 64 - new_tokens < len(longer) + 3, "as much as there is room for"
+    text = tokenizer.decode(longer)
+    assert text.startswith("user\n")
+    assert text.endswith("Alice the end\nassistant\n")
+    assert tokenizer.decode(shorter) == "user\nRepeat.\n\nthe end\nassistant\n"
+
+
+def test_a_context_without_room_for_a_question_is_one_clear_line() -> None:
+    model, tokenizer = make_parrot(SAYS, context=16)
+    with pytest.raises(DataError, match="take a model with a longer context"):
+        answer_rows(model, tokenizer, [row(SAYS)])
 
 
 def test_an_answer_that_does_not_end_is_cut_and_wrong() -> None:

@@ -14,9 +14,10 @@ from variants import VARIANTS, make_model
 
 from minigpt.config import ModelConfig, SamplingConfig
 from minigpt.errors import DataError
+from minigpt.inference import chat as conversation
 from minigpt.inference import engine
 from minigpt.inference.chat import Chat, Forgotten, Said, fit
-from minigpt.inference.engine import TokenEvent, collect, stream
+from minigpt.inference.engine import TokenEvent, collect, stream, stream_from
 from minigpt.model.cache import KVCache
 from minigpt.text.chat import ChatTemplate, Message, chat_template
 from minigpt.text.tokenizer import Tokenizer
@@ -44,6 +45,18 @@ def parrot_chat(**options: Any) -> Chat:
 
 def text_of(events: Any) -> str:
     return "".join(event.text for event in events if isinstance(event, TokenEvent))
+
+
+def prompts_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Record the whole prompt of each answer, what is in the cache already with it."""
+    prompts: list[list[int]] = []
+
+    def recording(*arguments: Any, **options: Any) -> Any:
+        prompts.append(list(arguments[3]))
+        return stream_from(*arguments, **options)
+
+    monkeypatch.setattr(conversation, "stream_from", recording)
+    return prompts
 
 
 def read_by_model(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -131,29 +144,28 @@ def test_past_the_context_the_oldest_turns_go_and_the_system_message_stays(
     variant: str, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = random_chat(template, variant, context=120, system="Be kind.")
-    read = read_by_model(monkeypatch)
-    lengths, forgotten = [], 0
+    read, prompts = read_by_model(monkeypatch), prompts_of(monkeypatch)
+    forgotten = 0
     for turn in range(14):
         events = list(chat.ask(f"the sister {turn}", SAMPLING, turn))
         forgotten += sum(event.turns for event in events if isinstance(event, Forgotten))
-        lengths.append(len(chat._held))
-        assert len(chat._held) <= 120
+        assert len(prompts[-1]) + sum(isinstance(event, TokenEvent) for event in events) <= 120
+        text = template.tokenizer.decode(prompts[-1])
+        assert text.startswith("system\nBe kind.\nuser\nthe sister")
         if any(isinstance(event, Forgotten) for event in events):
-            text = template.tokenizer.decode([*chat._held[:0], *chat._held])
-            assert text.startswith("system\nBe kind.\nuser\nthe sister")
             assert "the sister 0\n" not in text
             assert f"the sister {turn}\n" in text
     assert forgotten >= 6
     assert sum(len(one) > 60 for one in read) < 8, "room is made for several turns at once"
     assert len(chat.messages) == 1 + 2 * 14, "what the model forgot is still there to be saved"
-    kept = chat._all(chat._first)
-    assert kept[0].message == Message("system", "Be kind.")
-    assert kept[1].message.role == "user"
 
 
-def test_a_question_longer_than_the_context_loses_its_beginning_and_it_is_said(template: ChatTemplate) -> None:
+def test_a_question_longer_than_the_context_loses_its_beginning_and_it_is_said(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A context of 64 and 65 tokens pasted twice."""
     chat = random_chat(template, context=64, system="Be kind.")
+    prompts = prompts_of(monkeypatch)
     pasted = "Alice 猫 " * 20 + "the end"
     assert len(template.tokenizer.encode(pasted)) > 65
     for turn in range(2):
@@ -162,7 +174,7 @@ def test_a_question_longer_than_the_context_loses_its_beginning_and_it_is_said(t
         assert events[0].turns == turn
         assert events[0].tokens > 10
         assert collect((e for e in events if isinstance(e, TokenEvent)), 1)[0].finish_reason in ("length", "end")
-        text = template.tokenizer.decode(chat._held)
+        text = template.tokenizer.decode(prompts[-1])
         assert text.startswith("system\nBe kind.\nuser\n")
         assert "the end\n" in text
         assert "\ufffd" not in text.partition("assistant")[0]
@@ -183,6 +195,27 @@ def test_a_context_too_short_for_the_template_alone_says_so(template: ChatTempla
     header = len(template.encode([Message("user", "")]))
     with pytest.raises(DataError, match=f"without the question there are {header} tokens already"):
         fit([Said(Message("user", "Hi"))], template, header)
+
+
+@pytest.mark.parametrize(
+    ("messages", "advice"),
+    [
+        ([("user", "Hi"), ("assistant", "{}"), ("tool", "LONG")], "shorten the tool message, allow fewer new tokens"),
+        ([("system", "Be kind."), ("user", "Hi"), ("assistant", "LONG"), ("tool", "x")], "shorten the assistant mess"),
+        ([("system", "LONG"), ("user", "Hi")], "shorten the system message, allow"),
+        ([("user", "Hi"), ("assistant", "x"), ("tool", "LONG"), ("user", "LONG" * 9)], ""),
+    ],
+)
+def test_what_is_to_be_shortened_is_what_is_too_long(
+    messages: list[tuple[str, str]], advice: str, template: ChatTemplate
+) -> None:
+    said = [Said(Message(role, text.replace("LONG", "Alice " * 60))) for role, text in messages]
+    if not advice:
+        assert fit(said, template, 64).cut > 100
+        return
+    with pytest.raises(DataError, match=advice) as caught:
+        fit(said, template, 64)
+    assert str(caught.value).startswith("without the question there are ")
 
 
 def test_what_fits_by_hand(template: ChatTemplate) -> None:
@@ -240,9 +273,47 @@ def test_an_interrupt_while_a_prompt_is_read_leaves_a_cache_that_can_be_trusted(
     with pytest.raises(KeyboardInterrupt):
         list(chat.ask("the sister", SAMPLING, 1))
     monkeypatch.undo()
-    assert chat.messages[-1] == Message("assistant", "")
-    assert chat.undo()
+    assert chat.messages == other.messages, "as if never asked"
     assert text_of(chat.ask("the 猫", SAMPLING, 2)) == text_of(other.ask("the 猫", SAMPLING, 2))
+
+
+@pytest.mark.parametrize("where", ["prompt", "prefill", "before the first token"])
+def test_a_retry_that_comes_to_nothing_leaves_the_old_answer(
+    where: str, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, other = (random_chat(template, context=400) for _ in range(2))
+    for one in (chat, other):
+        list(one.ask("Hi", SAMPLING, 0))
+    before = chat.messages
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if where == "prompt":
+        monkeypatch.setattr(template, "encode", failing)
+    elif where == "prefill":
+        monkeypatch.setattr(engine, "prefill", failing)
+    else:
+        monkeypatch.setattr(engine, "next_tokens", failing)
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.retry(SAMPLING, 1))
+    monkeypatch.undo()
+    assert chat.messages == before
+    assert text_of(chat.retry(SAMPLING, 2)) == text_of(other.retry(SAMPLING, 2))
+    assert chat.messages == other.messages
+
+
+def test_a_retry_with_settings_that_leave_no_room_leaves_the_old_answer(template: ChatTemplate) -> None:
+    chat = random_chat(template, context=128, system="Alice " * 25)
+    list(chat.ask("Hi", SAMPLING, 0))
+    before = chat.messages
+    with pytest.raises(DataError, match="allow fewer new tokens"):
+        list(chat.retry(replace(SAMPLING, max_new_tokens=1000), 0))
+    assert chat.messages == before
+    chat.load([Message("assistant", "Alice")])
+    with pytest.raises(DataError, match="nothing was asked"):
+        list(chat.retry(SAMPLING, 0))
+    assert chat.messages == [Message("assistant", "Alice")]
 
 
 def test_an_interrupt_before_a_prompt_is_there_leaves_nothing_asked(
@@ -266,20 +337,18 @@ def test_closing_before_the_answer_leaves_a_cache_that_can_be_trusted(template: 
     events = chat.ask("Alice " * 80, SAMPLING, 1)
     assert isinstance(next(events), Forgotten)
     events.close()  # type: ignore[attr-defined]
-    assert chat.undo()
+    assert chat.messages == other.messages
     chat.reset()
     other.reset()
     assert text_of(chat.ask("the 猫", SAMPLING, 2)) == text_of(other.ask("the 猫", SAMPLING, 2))
 
 
-def test_stop_strings_do_not_leave_what_was_not_said(template: ChatTemplate) -> None:
-    chat = parrot_chat()
+def test_stop_strings_do_not_leave_what_was_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, prompts = parrot_chat(), prompts_of(monkeypatch)
     sampling = SamplingConfig(max_new_tokens=20, temperature=0.0, stop=(" the",))
     assert text_of(chat.ask("Hi", sampling, 0)) == "Alice get"
-    assert chat._said[-1].ids is None
     assert text_of(chat.ask("Hi", sampling, 0)) == "Alice get"
-    text = chat.template.tokenizer.decode(chat._held)
-    assert "assistant\nAlice get\nuser" in text
+    assert prompts[1] == chat.template.encode(chat.messages[:-1]), "the answer as people read it"
 
 
 def test_a_long_answer_ends_with_the_context(template: ChatTemplate) -> None:

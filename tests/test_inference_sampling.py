@@ -220,3 +220,14 @@ def test_row_seeds() -> None:
     assert all(0 <= seed < 2**53 for seed in seeds)
     assert row_seed(1, 11) != row_seed(11, 1)
     assert row_seed(5, 3) == row_seed(5, 3) == 7094014967151009  # seeds people noted down stay good
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+def test_a_nucleus_of_few_candidates_is_that_of_all(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 300, generator=generator).mul(4).round()  # with many ties
+    config = SamplingConfig(temperature=1.3, top_p=top_p)
+    everything = probabilities(logits, config)
+    for candidates in (1, 7, 40, 299):
+        monkeypatch.setattr("minigpt.inference.sampling.CANDIDATES", candidates)
+        assert torch.equal(probabilities(logits, config), everything)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minigpt.model import loss
-from minigpt.model.loss import chunk_rows, loss_sum, token_losses
+from minigpt.model.loss import chunk_rows, loss_sum, token_log_probs, token_losses
 
 V, C = 37, 16
 
@@ -140,3 +140,46 @@ def test_chunks_hold_a_bounded_number_of_logits() -> None:
     for vocab_size in (2, 1000, 50_000, 1 << 19):
         assert chunk_rows(hidden, vocab_size) * vocab_size <= 1 << 20
     assert chunk_rows(hidden, 1 << 22) == 1
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("masked", [True, False])
+def test_log_probabilities_and_their_gradients_equal_log_softmax(masked: bool) -> None:
+    hidden, weight, targets = problem()
+    targets = targets if masked else targets.clamp(min=0)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    expected = F.linear(hidden, weight).log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = expected.masked_fill(targets == -100, 0.0)
+    found = token_log_probs(hidden, weight, targets)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    slope = torch.randn(targets.shape, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(
+        gradients(hidden, weight, (found * slope).sum()),
+        gradients(hidden, weight, (expected * slope).sum()),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_log_probabilities_under_autocast_and_with_a_frozen_head() -> None:
+    hidden, weight, targets = problem()
+    hidden.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_log_probs(hidden, weight, targets)
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert hidden.grad is not None
+    exact = token_log_probs(hidden.detach(), weight, targets)
+    torch.testing.assert_close(found.detach(), exact, rtol=0.05, atol=0.1)
+
+
+def test_log_probabilities_where_nothing_is_learned_are_zeros_with_a_gradient() -> None:
+    hidden, weight, targets = problem()
+    hidden.requires_grad_()
+    found = token_log_probs(hidden, weight, torch.full_like(targets, -100))
+    found.sum().backward()
+    assert hidden.grad is not None
+    assert (found == 0).all()
+    assert (hidden.grad == 0).all()

@@ -26,7 +26,7 @@ def commands() -> list[str]:
 
 
 def _short(command: str) -> str:
-    if "minigpt finetune" in command:
+    if re.search(r"minigpt (finetune|align|reward) ", command):
         return f"{command} --steps 2 --device cpu"
     if "minigpt train" not in command or "--resume" in command:
         return command
@@ -45,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"instruction": f"Say {n}.", "input": "", "output": str(n), "kind": "say"} for n in range(20)]
     for name in ("chats.jsonl", "tasks.jsonl"):
         (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    pairs = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "No."} for n in range(20)]
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs), encoding="utf-8")
     (folder / "lambada.jsonl").write_text('{"context": "Once upon a", "continuation": "time"}\n', encoding="utf-8")
     return folder
 

@@ -18,7 +18,7 @@ from minigpt.training.run_folder import RunFolder
 
 KILLS = 20
 STEPS = 500
-TIMINGS = ("tokens_per_second", "elapsed")
+TIMINGS = ("tokens_per_second", "elapsed", "waited")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from minigpt.errors import ConfigError, DataError, ModelFolderError
-from minigpt.text.chat import CHATML, ROLES, ChatTemplate, Message, chat_template, parse_messages
+from minigpt.errors import ConfigError, ModelFolderError
+from minigpt.text import chat
+from minigpt.text.chat import CHATML, ChatTemplate, Message, chat_template
+from minigpt.text.templates import Template
 from minigpt.text.tokenizer import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, Tokenizer
 
 TEXTS = (
@@ -467,28 +469,49 @@ def test_a_template_in_its_own_file_comes_first(tokenizer: Tokenizer, tmp_path: 
         Tokenizer.load(tmp_path)
 
 
-def test_messages_from_json() -> None:
-    turns = [{"role": role, "content": f"{role}s \ud83d"} for role in ROLES]
-    expected = [Message(role, f"{role}s \ufffd") for role in ROLES]
-    assert parse_messages(turns, "x") == expected
-    assert parse_messages({"messages": turns, "id": 1}, "x") == expected
+# ---- what it costs
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ([], "not a conversation"),
-        ("hello", "not a conversation"),
-        ({"prompt": "x"}, 'no field "messages" .found: "prompt"'),
-        ({}, "found: none"),
-        ([{"role": "user", "content": "x"}, {"role": "bot", "content": "x"}], "message 2 has the role 'bot'"),
-        ([{"content": "x"}], "message 1 has no role; roles are"),
-        ([{"role": "user"}], 'message 1 has no text as its "content"'),
-        ([{"role": "user", "content": 7}], 'message 1 has no text as its "content"'),
-        ([7], "message 1"),
-    ],
-)
-def test_messages_that_are_none(value: object, reason: str) -> None:
-    with pytest.raises(DataError, match=reason) as caught:
-        parse_messages(value, "talk.json")
-    assert str(caught.value).startswith("talk.json: ")
+def test_a_prompt_is_rendered_but_for_what_comes_before_an_answer_for_the_first_time(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[int] = []
+    render = Template.render
+
+    def counting(self: Template, messages: Any, names: Any, generation_prompt: bool) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, names, generation_prompt)
+
+    monkeypatch.setattr(Template, "render", counting)
+    template = chat_template(tokenizer)
+    assert template.turn_end is not None
+    rendered.clear()
+    messages = alternating(False, ["Alice"] * 201)
+    plain = template.encode(messages)
+    assert sorted(rendered) == [1, 201]
+    assert template.encode(messages, answers={place: tokenizer.encode("Alice") for place in range(1, 201, 2)}) == plain
+    assert len(rendered) == 2
+    template.encode_for_training(messages[:-1])
+    assert sorted(rendered) == sorted([*range(1, 200, 2), 200, 201]), "for training each is made sure of"
+
+
+def test_prompts_begin_the_training_ids_where_the_text_before_an_answer_touches_it(tokenizer: Tokenizer) -> None:
+    source = body("{{ m.content }}").replace("m.role + '\\n'", "m.role + ' '") + PROMPT.replace("\\n", " ")
+    template = ChatTemplate(source, tokenizer)
+    template.check_for_training()
+    assert tokenizer.encode("user the book") != tokenizer.encode("user ") + tokenizer.encode("the book")
+    messages = alternating(False, ["the book"] * 8)
+    ids, _ = template.encode_for_training(messages)
+    for count in (7, 5, 3, 1):
+        prompt = template.encode(messages[:count])
+        assert ids[: len(prompt)] == prompt
+
+
+def test_of_too_many_renderings_the_oldest_are_forgotten(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_MOST_KEPT", 3)
+    template = chat_template(tokenizer)
+    for count in range(1, 9):
+        template.encode(alternating(False, ["Alice"] * count))
+    monkeypatch.setattr(Template, "render", None)
+    for count in (6, 7, 8):
+        template.encode(alternating(False, ["the book"] * count))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 
@@ -35,6 +36,11 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "stories.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in STORIES), encoding="utf-8")
     return path
+
+
+def left_in(cache: Path) -> list[str]:
+    """The names in a cache folder, but for the files by which runs keep out of each other's way."""
+    return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
 
 
 def ids(array: TokenArray) -> list[int]:
@@ -216,7 +222,7 @@ def test_an_interrupted_build_leaves_nothing(source: Path, tokenizer: Tokenizer,
 
     with pytest.raises(KeyboardInterrupt):
         build(scan([source], SourceOptions()), tokenizer, tmp_path / "cache", progress=interrupt)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert left_in(tmp_path / "cache") == []
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(
@@ -228,7 +234,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(DataError, match=r"^cannot write .*: No space left on device; free some space"):
         build(scan([source], SourceOptions()), tokenizer, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert left_in(tmp_path / "cache") == []
 
 
 def test_a_cache_that_cannot_be_made(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -242,7 +248,7 @@ def test_files_that_change_publish_nothing(source: Path, tokenizer: Tokenizer, t
     source.write_text(source.read_text(encoding="utf-8").replace("birds", "trees"), encoding="utf-8")
     with pytest.raises(DataError, match=r"changed while being read"):
         build(result, tokenizer, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert left_in(tmp_path / "cache") == []
 
 
 def test_two_runs_at_once(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -251,11 +257,11 @@ def test_two_runs_at_once(source: Path, tokenizer: Tokenizer, tmp_path: Path) ->
     cache = tmp_path / "cache"
 
     def other_run(done: int) -> None:
-        if not [path for path in cache.iterdir() if path.suffix != ".tmp"]:
+        if not [name for name in left_in(cache) if "." not in name]:
             build(result, tokenizer, cache)
 
     slower = build(result, tokenizer, cache, progress=other_run)
-    assert [path.name for path in cache.iterdir()] == [slower.folder.name]
+    assert left_in(cache) == [slower.folder.name]
     assert len(slower.train) > 0
 
 
@@ -270,6 +276,87 @@ def test_what_a_killed_run_left_is_cleared(source: Path, tokenizer: Tokenizer, t
     build(scan([source], SourceOptions()), tokenizer, cache)
     assert not (cache / "old.tmp").exists()
     assert (cache / "new.tmp").exists(), "another run may be writing it"
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part is a batch, and each third one is written to the journal."""
+    monkeypatch.setattr(corpus_module, "_BATCH_PARTS", 1)
+    monkeypatch.setattr(corpus_module, "_JOURNAL_BATCHES", 3)
+
+
+def stopped(source: Path, tokenizer: Tokenizer, cache: Path, steps: int, **options: int) -> None:
+    """Build a corpus, and be stopped after so many batches."""
+    left = steps
+
+    def stop(done: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(scan([source], SourceOptions()), tokenizer, cache, progress=stop, **options)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 20, 38])
+@pytest.mark.parametrize("shard_tokens", [50, 10**6])
+@pytest.mark.usefixtures("small_batches")
+def test_a_stopped_build_goes_on_where_it_was(
+    source: Path, tokenizer: Tokenizer, tmp_path: Path, steps: int, shard_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = build(scan([source], SourceOptions()), tokenizer, tmp_path / "whole", shard_tokens=shard_tokens)
+    cache = tmp_path / "cache"
+    stopped(source, tokenizer, cache, steps, shard_tokens=shard_tokens)
+    journal = list(cache.glob("*.part/journal.json"))
+    assert len(journal) == (steps >= 3)
+    encoded: list[str] = []
+    original = Tokenizer.encode_arrays
+    monkeypatch.setattr(
+        Tokenizer,
+        "encode_arrays",
+        lambda self, texts, continues: (encoded.extend(texts), original(self, texts, continues))[1],
+    )
+    again = build(scan([source], SourceOptions()), tokenizer, cache, shard_tokens=shard_tokens)
+    assert len(encoded) == 40 - steps // 3 * 3, "a text and its end for each of twenty documents"
+    assert left_in(cache) == [again.folder.name]
+    assert again.meta == whole.meta
+    names = sorted(path.name for path in whole.folder.iterdir())
+    assert sorted(path.name for path in again.folder.iterdir()) == names
+    for name in names:
+        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("damage", ["journal", "short shard", "no shard", "other shards", "other parts"])
+@pytest.mark.usefixtures("small_batches")
+def test_what_cannot_be_gone_on_from_is_done_again(
+    source: Path, tokenizer: Tokenizer, tmp_path: Path, damage: str
+) -> None:
+    whole = build(scan([source], SourceOptions()), tokenizer, tmp_path / "whole")
+    stopped(source, tokenizer, tmp_path / "cache", 20)
+    (work,) = (tmp_path / "cache").glob("*.part")
+    journal = json.loads((work / "journal.json").read_text(encoding="utf-8"))
+    if damage == "journal":
+        (work / "journal.json").write_bytes(b"{")
+    elif damage == "short shard":
+        (work / "train-00000.bin").write_bytes(b"xx")
+    elif damage == "no shard":
+        (work / "train-00000.bin").unlink()
+    else:
+        changes = {"other shards": {"shard_tokens": 7}, "other parts": {"parts": journal["parts"] - 2}}
+        (work / "journal.json").write_text(json.dumps(journal | changes[damage]), encoding="utf-8")
+    again = build(scan([source], SourceOptions()), tokenizer, tmp_path / "cache")
+    assert (ids(again.train), ids(again.val)) == (ids(whole.train), ids(whole.val))
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_run_beside_the_one_at_work_writes_its_own(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    cache, names = tmp_path / "cache", set()
+    lock = filelock.FileLock(cache / f".{build(scan([source], SourceOptions()), tokenizer, cache).folder.name}.lock")
+    shutil.rmtree(next(path for path in cache.iterdir() if path.is_dir()))
+    with lock:
+        build(scan([source], SourceOptions()), tokenizer, cache, progress=lambda done: names.update(left_in(cache)))
+    assert [Path(name).suffix for name in names] == [".tmp"]
 
 
 def test_progress_ends_at_the_bytes_of_the_scan(source: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_row_without_a_target_is_dropped() -> None:
     assert fitted(16, "s:" + "x" * 40, "u:a", "a:b") == (None, FitCounts(dropped=1))
     assert fitted(2, "u:a", "a:b") == (None, FitCounts(dropped=1))
     conversation = Conversation("x:1", tuple(say("s:" + "x" * 40, "u:a", "a:b")))
-    with pytest.raises(DataError, match=r"^no answer is left in a context of 16 tokens: all 2 conversations have "):
+    with pytest.raises(DataError, match=r"^no answer is left in a context of 16 tokens: in all 2 conversations what "):
         encode_conversations([conversation] * 2, LETTERS, 16, FitCounts())
 
 

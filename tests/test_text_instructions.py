@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from minigpt.text.instructions import BadRecord, Parsed, parse_record
+from minigpt.errors import DataError
+from minigpt.text.chat import Message
+from minigpt.text.instructions import BadRecord, Parsed, parse_messages, parse_record
 
 Turns = list[tuple[str, str]]
 Q, A = ("user", "2 + 2?"), ("assistant", "4")
@@ -248,3 +250,51 @@ def test_strange_calls_do_not_crash() -> None:
             assert str(error).startswith("message 2 has ")  # noqa: PT017
         else:
             json.loads(text.split("\n")[1])
+
+
+# ---- a conversation that goes on
+
+
+def test_messages_from_json() -> None:
+    turns = [{"role": role, "content": f"{role}s \ud83d"} for role in ("system", "user", "assistant", "tool")]
+    expected = [Message(turn["role"], turn["content"].replace("\ud83d", "\ufffd")) for turn in turns]
+    assert parse_messages(turns, "x") == expected
+    assert parse_messages({"messages": turns, "id": 1}, "x") == expected
+    assert parse_messages(turns[::-1], "x") == expected[::-1]
+    assert parse_messages([{"role": "user", "content": ""}], "x") == [Message("user", "")]
+
+
+def test_messages_are_read_as_those_of_data_for_tuning() -> None:
+    turns = [
+        {"from": "human", "value": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]},
+        {"role": "ipython", "content": "noon"},
+        {"role": "model", "content": [{"type": "text", "text": "No"}, {"type": "text", "text": "on."}]},
+    ]
+    (expected,) = parse_record({"conversations": turns}, {}).conversations
+    assert parse_messages(turns, "x") == parse_messages({"conversations": turns}, "x") == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([], "not a conversation; give"),
+        ("hello", "not a conversation; give"),
+        (None, "not a conversation; give"),
+        ({"messages": {}}, "not a conversation; give"),
+        ({"messages": []}, "not a conversation; give"),
+        ({"messages": None}, 'no field "messages" .found: "messages"'),
+        ({"prompt": "x"}, 'no field "messages" .found: "prompt"'),
+        ({}, "found: none"),
+        ([{"role": "user", "content": "x"}, {"role": "poet", "content": "x"}], "message 2 has the role 'poet'; known"),
+        ([{"content": "x"}], 'message 1 has no role .found: "content".; known are system, user, assistant, tool$'),
+        ([{"role": "user"}], "message 1 has no content, where text is due$"),
+        ([{"role": "user", "content": 7}], "message 1 has a number as content, where text is due$"),
+        ([7], "message 1 is a number, not an object with role and content$"),
+    ],
+)
+def test_messages_that_are_none(value: object, reason: str) -> None:
+    with pytest.raises(DataError, match=reason) as caught:
+        parse_messages(value, "talk.json")
+    assert str(caught.value).startswith("talk.json: ")
+    assert "--skip-bad" not in str(caught.value)

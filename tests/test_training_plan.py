@@ -201,3 +201,17 @@ def test_the_names_of_presets_are_in_order_of_size() -> None:
     sizes = [parameters(choose_model(Request(preset=name), 4096, 1, CPU)[0]) for name in PRESETS]  # type: ignore[arg-type]
     assert sizes == sorted(sizes)
     assert isinstance(choose_model(Request(), 4096, 1, CPU)[0], ModelConfig)
+
+
+def test_only_runs_that_earn_it_back_are_compiled() -> None:
+    def compiled(machine: Machine, **budget: Any) -> bool:
+        return plan_of(Request(**budget), 10**7, machine).train.compile
+
+    able = replace(CPU, has_compiler=True)
+    assert compiled(able, minutes=20.0)
+    assert not compiled(able, minutes=3.0)
+    assert not compiled(able, steps=10**6)  # how long that takes is not known
+    assert not compiled(CPU, minutes=20.0)
+    assert compiled(GPU, minutes=2.0)
+    assert compiled(GPU, steps=300)
+    assert not compiled(GPU, steps=299)

@@ -41,6 +41,9 @@ class FixedLosses:
         nothing = sum((weight.sum() * 0.0 for weight in model.parameters()), torch.zeros(()))
         return nothing + (batch.tokens * (batch.targets != IGNORED)).sum()
 
+    def figures(self) -> dict[str, Tensor]:
+        return {"even": torch.tensor(0.5), "gone": torch.tensor(math.nan)}
+
 
 class OneBatch:
     """The same batch at every step."""
@@ -63,7 +66,11 @@ def test_the_loss_is_per_token_however_the_step_is_cut(tmp_path: Path, rows: int
     targets = torch.zeros(3, 5, dtype=torch.long)
     targets[2, 2:] = IGNORED
     trainer.objective, trainer.batches = FixedLosses(), OneBatch(Batch(losses, targets))
-    assert steps_of(run(trainer), StepDone)[0].loss == pytest.approx(2.5, rel=1e-6)
+    (step,) = steps_of(run(trainer), StepDone)
+    assert step.loss == pytest.approx(2.5, rel=1e-6)
+    assert step.figures["even"] == 0.5
+    (row,) = metrics(tmp_path)
+    assert (row["even"], row["gone"]) == (0.5, None), "JSON has no NaN"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
@@ -146,7 +153,7 @@ def test_gradients_are_clipped_as_a_whole(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, config)
     loss = trainer._accumulate(trainer.batches.at(0))
     before = gradients(trainer)
-    _, norm = trainer._clip(loss)
+    _, norm, _ = trainer._clip(loss)
     expected = math.sqrt(sum(float(grad.double().pow(2).sum()) for grad in before.values()))
     assert norm == pytest.approx(expected, rel=1e-4)
     assert norm > 1e-2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from variants import VARIANTS
+from variants import CONTEXT, VARIANTS
 
 from minigpt.checkpoint.folder import save_description, save_weights
 from minigpt.model.transformer import GPT
@@ -19,10 +19,12 @@ TEXT = (
 )
 
 
-def make_folder(folder: Path, variant: str = "qwen3", record: dict[str, Any] | None = None) -> Path:
-    """Write a model of two layers, 32 wide, for a context of 16 tokens."""
+def make_folder(
+    folder: Path, variant: str = "qwen3", record: dict[str, Any] | None = None, context: int = CONTEXT
+) -> Path:
+    """Write a model of two layers, 32 wide, for a context of 16 tokens or another."""
     tokenizer = Tokenizer.train([TEXT, "猫 and café\n"], 300)
-    config = replace(VARIANTS[variant], vocab_size=tokenizer.vocab_size)
+    config = replace(VARIANTS[variant], vocab_size=tokenizer.vocab_size, max_position_embeddings=context)
     model = GPT(config)
     model.initialize(torch.Generator().manual_seed(3))
     with torch.no_grad():

@@ -19,6 +19,7 @@ from minigpt.config import ModelConfig, TrainConfig
 from minigpt.evaluation.bits import Score, score_tokens
 from minigpt.model.transformer import GPT
 from minigpt.training.batches import CorpusBatches
+from minigpt.training.distributed import ALONE
 from minigpt.training.objectives import NextToken
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.trainer import Event, Trainer
@@ -28,7 +29,7 @@ TRAIN = TrainConfig(
     total_steps=12, batch_size=4, micro_batch_size=4, context=CONTEXT, seed=5, learning_rate=0.01, warmup_steps=3,
     eval_every=4,
 )  # fmt: skip
-TIMINGS = ("tokens_per_second", "elapsed")
+TIMINGS = ("tokens_per_second", "elapsed", "waited")
 
 
 class Tokens:
@@ -60,7 +61,8 @@ def make_trainer(
     gpt = GPT(model)
     gpt.initialize(torch.Generator().manual_seed(config.seed))
     source = CorpusBatches(tokens or Tokens(), context=config.context, batch_size=config.batch_size, seed=config.seed)
-    return Trainer(gpt, NextToken(), source, config, RunFolder(folder), **{"validate": validate, **more})
+    where = RunFolder(folder, writes=more.get("ranks", ALONE).first)
+    return Trainer(gpt, NextToken(), source, config, where, **{"validate": validate, **more})
 
 
 def run(trainer: Trainer, stop_at: int | None = None) -> list[Event]:
@@ -68,16 +70,21 @@ def run(trainer: Trainer, stop_at: int | None = None) -> list[Event]:
     return list(trainer.run(lambda: stop_at is not None and trainer.progress.step >= stop_at))
 
 
-def resumed(folder: Path, config: TrainConfig = TRAIN, model: ModelConfig = MODEL, **more: Any) -> Trainer:
-    """A trainer that takes up what was saved, in a process that has drawn other random numbers meanwhile."""
+def resumed(
+    folder: Path, config: TrainConfig = TRAIN, model: ModelConfig = MODEL, *, moved: bool = False, **more: Any
+) -> Trainer:
+    """A trainer that takes up what was saved, in a process that has drawn other random numbers meanwhile.
+
+    Unless it has `moved` to another number of processes, nothing differs.
+    """
     trainer = make_trainer(folder, replace(config, seed=config.seed), model, **more)
     torch.manual_seed(999)
     with torch.no_grad():
         for weight in trainer.model.parameters():
-            weight.normal_()
+            weight.fill_(0.5)
     state = RunFolder(folder).load_state()
     assert state is not None
-    assert trainer.restore(*state) == []
+    assert bool(trainer.restore(*state)) == moved
     return trainer
 
 

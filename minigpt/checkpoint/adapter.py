@@ -75,8 +75,27 @@ def save_adapter_config(folder: Path, model: GPT, lora: LoraConfig, base: Path) 
     write_json(folder / ADAPTER_CONFIG, raw)
 
 
+def weights_facts(base: Path) -> dict[str, Any]:
+    """Return what tells a model's weights from others: their fingerprint, and sizes and times of their files."""
+    return {"fingerprint": fingerprint(base), "files": _sizes_and_times(base)}
+
+
+def same_weights(base: Path, facts: Mapping[str, Any]) -> bool:
+    """Tell whether a model has the weights of which these are the facts, so that no adapter is put on others.
+
+    They are read once more only where a file has another size or time: a copy, or weights that were trained again.
+    """
+    known = facts.get("fingerprint")
+    return known is None or facts.get("files") == _sizes_and_times(base) or known == fingerprint(base)
+
+
+def _sizes_and_times(base: Path) -> dict[str, list[int]]:
+    found = {path.name: path.stat() for path in weight_files(base)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
 def fingerprint(base: Path) -> str:
-    """Return the SHA-256 of a model's weights, so that an adapter is not put on others than it was trained on."""
+    """Return the SHA-256 of a model's weights."""
     digest = hashlib.sha256()
     for path in weight_files(base):
         with open(path, "rb") as file:

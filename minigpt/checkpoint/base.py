@@ -22,11 +22,13 @@ INDEX = f"{WEIGHTS}.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+REWARD_HEAD = "reward_head.safetensors"  # beside the weights of a reward model
 # What makes up a model folder and its run, besides shards. What decides how all else is read comes first: in this
 # order an older model is removed, and something that is in the way is named.
 PARTS = (
     ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", "generation_config.json", "last", "loss.svg", "metrics.jsonl",
-    "minigpt.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "minigpt.json", "report.md", "report.svg", REWARD_HEAD, WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja",
 )  # fmt: skip
 
 

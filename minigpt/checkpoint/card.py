@@ -23,7 +23,12 @@ MOST_FILES = 20  # named one by one
 _LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")  # an SPDX name; anything else might break the YAML
 
 QUESTION = "What is your name?"
-_MADE = {"train": ", trained from nothing", "finetune": ", tuned on conversations"}
+_MADE = {
+    "train": ", trained from nothing",
+    "finetune": ", tuned on conversations",
+    "align": ", aligned with preferences",
+    "reward": ", trained to tell better answers from worse ones by a scalar head",
+}
 _LICENCE_UNKNOWN = """\
 {}
 What the model may be used for follows from the licences of its data. Whoever publishes it should name its licence in
@@ -54,7 +59,9 @@ def write_card(folder: Path, config: ModelConfig, record: Mapping[str, Any], *, 
         _section("Data", _LICENCE_UNKNOWN.format(_data(record) or "Not recorded.\n")),
         _section("Model", _shape(config)),
         _section("Training", _training(record)),
-        _section("Held-out text", _score(record)),
+        _section(
+            "Held-out data" if "preferences" in record or "prompts" in record else "Held-out text", _score(record)
+        ),
         _section("How to load it", _loading(config, record, adapter=adapter)),
         _section("Limits", _LIMITS),
     ]
@@ -122,6 +129,13 @@ def _data(record: Mapping[str, Any]) -> str:
         lines.append(f"{documents:,} document{plural}, {byte_size(trained + held)} of text, {held_out}")
     if isinstance(conversations := chat.get("conversations"), int):
         lines.append(f"{conversations:,} conversations, {_number(chat, 'held_out'):,.0f} of them held out")
+    preferences = section(record, "preferences")
+    if isinstance(rows := preferences.get("rows"), int):
+        lines.append(f"{rows:,} preferences, {_number(preferences, 'held_out'):,.0f} of them held out")
+    prompts = section(record, "prompts")
+    if isinstance(rows := prompts.get("prompts"), int):
+        held_out = f"{_number(prompts, 'held_out'):,.0f} of them held out"
+        lines.append(f"{rows:,} prompts that the model answered itself, {held_out}")
     imported = section(record, "imported")
     if isinstance(file := imported.get("file"), str):
         original = imported.get("name")
@@ -174,7 +188,13 @@ def _training(record: Mapping[str, Any]) -> str:
 
 
 def _score(record: Mapping[str, Any]) -> str:
-    bits = section(record, "result").get("bits_per_byte")
+    result = section(record, "result")
+    bits, accuracy = result.get("bits_per_byte"), result.get("held_out_accuracy")
+    if isinstance(accuracy, int | float):
+        told = "the held-out pairs" if record.get("made_by") == "reward" else "the held-out preferences"
+        return f"{accuracy:.1%} of {told} are told the right way round; the model was not trained on them.\n"
+    if isinstance(won := result.get("win_rate"), int | float):
+        return f"{won:.1%} of held-out prompts won against the model it began with, ties counted half.\n"
     if not isinstance(bits, int | float):
         return ""
     what = "the held-out answers" if record.get("made_by") == "finetune" else "the held-out text"
@@ -183,6 +203,8 @@ def _score(record: Mapping[str, Any]) -> str:
 
 def _loading(config: ModelConfig, record: Mapping[str, Any], *, adapter: bool) -> str:
     """How to open the model in three tools, as commands to paste."""
+    if record.get("made_by") == "reward":
+        return "With minigpt, in this folder:\n\n```sh\nminigpt score -m . < answers.jsonl\n```\n"
     chat = record.get("made_by") not in (None, "train")
     command = "minigpt chat -m ." if chat else f'echo "{PROMPT}" | minigpt generate -m .'
     here = f"With minigpt, in this folder:\n\n```sh\n{command}\n```\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minigpt.checkpoint.adapter import fingerprint, merge_adapter
+from minigpt.checkpoint.adapter import merge_adapter, same_weights
 from minigpt.checkpoint.base import WEIGHTS, base_folder, config_path, holds_adapter, holds_model, read_tokenizer
 from minigpt.checkpoint.files import read_json, write_json
 from minigpt.checkpoint.huggingface import config_from_hf, config_to_hf
@@ -125,8 +125,7 @@ def _load_adapted(folder: Path, device: torch.device | str, dtype: torch.dtype |
     base, record = base_folder(folder), _record(folder)
     loaded = load(base, dtype=torch.float32 if dtype == torch.float32 else None)
     made_for = record.get("base")
-    known = made_for.get("fingerprint") if isinstance(made_for, dict) else None
-    if known is not None and known != fingerprint(base):
+    if isinstance(made_for, dict) and not same_weights(base, made_for):
         raise ModelFolderError(
             f"{folder}: its base model {base} has other weights than the adapter was trained on; "
             "put the old ones back, or train the adapter again"

@@ -13,6 +13,7 @@ import typer.core
 
 from minigpt import __version__
 from minigpt.cli import (
+    align,
     chat,
     console,
     data,
@@ -23,13 +24,19 @@ from minigpt.cli import (
     import_,
     info,
     inspect,
+    reward,
+    score,
     tokenizer,
     train,
 )
+from minigpt.cli.processes import reports_errors
 from minigpt.cli.signals import Stopped, raise_on_signals
-from minigpt.errors import MinigptError
+from minigpt.errors import MinigptError, UsageError
 
-JOURNEY = ("tokenizer", "train", "data", "finetune", "generate", "chat", "eval", "inspect", "info", "export", "import")
+JOURNEY = (
+    "tokenizer", "train", "data", "finetune", "align", "reward", "score", "generate", "chat", "eval", "inspect", "info",
+    "export", "import",
+)  # fmt: skip
 
 
 class Journey(typer.core.TyperGroup):
@@ -56,19 +63,28 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+SHARED = ("train", "finetune")  # the commands that several processes run together
+
+
 @app.callback()
 def minigpt(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """From raw text to a small language model of your own, and back to text."""
+    if console.processes() > 1 and ctx.invoked_subcommand not in SHARED:
+        raise UsageError(f"{ctx.invoked_subcommand} runs in one process; start it without torchrun")
 
 
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command("train")(train.train)
 app.add_typer(data.app, name="data")
 app.command("finetune")(finetune.finetune)
+app.command("align")(align.align)
+app.command("reward")(reward.reward)
+app.command("score")(score.score)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("eval")(evaluate.evaluate)
@@ -91,11 +107,12 @@ def run(arguments: list[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     raise_on_signals()
     try:
-        status = app(arguments, prog_name="minigpt", standalone_mode=False)
+        status = app(arguments, prog_name="minigpt", standalone_mode=False, obj=arguments)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except MinigptError as error:
-        console.error(str(error))
+        if reports_errors():
+            console.error(str(error))
         return error.exit_status
     except typer.TyperException as error:
         return _usage_error(error)
@@ -142,7 +159,8 @@ def _usage_error(error: typer.TyperException) -> int:
     text = re.sub(r"\. Did you mean (.+)\?$", r" (did you mean \1?)", text.replace("Value error, ", "")).rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "minigpt"
-    console.error(f"{text[:1].lower()}{text[1:]}; see {command} --help")
+    if reports_errors():
+        console.error(f"{text[:1].lower()}{text[1:]}; see {command} --help")
     return int(getattr(error, "exit_code", 2))
 
 

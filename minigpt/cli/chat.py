@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -48,6 +49,8 @@ def chat(
         int | None, typer.Option(help="Most tokens to keep in mind. [default: the model's]", min=2, show_default=False)
     ] = None,
     template: models.TemplateOption = None,
+    quantize: models.QuantizeOption = None,
+    speculate: models.SpeculateOption = False,
     device: models.DeviceOption = None,
     dtype: models.DTypeOption = None,
 ) -> None:
@@ -68,9 +71,12 @@ def chat(
     device_ = models.pick_device(device)
     from minigpt.checkpoint.folder import load
     from minigpt.inference.chat import Chat
+    from minigpt.model.decoding import prepare
 
     loaded = load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
-    conversation = Chat(loaded.model, models.pick_template(loaded, template), typed(system), context)
+    prepare(loaded.model, quantize)
+    chosen = models.pick_template(loaded, template)
+    conversation = Chat(loaded.model, chosen, typed(system), context, speculate=speculate)
     keyboard = Keyboard()
     if keyboard.interactive:
         console.note(f"{folder}; /help lists the commands, Ctrl-D leaves")
@@ -162,7 +168,9 @@ class _Session:
                 raise
             reason = "interrupt"
         console.write("" if shown.endswith("\n") else "\n")
-        if reason == "interrupt":
+        if reason == "interrupt" and not tokens:
+            console.note("note: stopped before the answer began; the conversation is as it was")
+        elif reason == "interrupt":
             console.note("note: stopped; what was said stays in the conversation, and /undo takes it back")
         elif reason == "length" and tokens < self.settings.max_new_tokens:
             console.note(f"note: the context of {self.chat.context:,} tokens is full; the answer ends here")
@@ -201,7 +209,7 @@ class _Session:
         path = _path(name, "/save")
         if not self.chat.messages:
             raise DataError("nothing was said yet; there is nothing to save")
-        if path.exists() and path not in self.own_files:
+        if os.path.lexists(path) and path not in self.own_files:  # other than Path.exists, for names of all kinds
             raise DataError(f"{path} is there already; save under another name")
         plain = [{"role": message.role, "content": message.content} for message in self.chat.messages]
         with replacing(path) as file:
@@ -210,7 +218,7 @@ class _Session:
         console.note(f"saved {_messages(len(plain))} in {path}")
 
     def _load(self, name: str) -> None:
-        from minigpt.text.chat import parse_messages
+        from minigpt.text.instructions import parse_messages
 
         path = _path(name, "/load")
         messages = parse_messages(read_json(str(path)), str(path))
@@ -251,9 +259,10 @@ class _Session:
 def _path(name: str, command: str) -> Path:
     if not name:
         raise DataError(f"{command}: no file named; write {command} talk.json")
+    path = Path(name.replace("\0", "\ufffd"))
     with suppress(RuntimeError):  # a ~ that stands for nobody's home is a name like any other
-        return Path(name.replace("\0", "\ufffd")).expanduser()
-    return Path(name)
+        return path.expanduser()
+    return path
 
 
 def _messages(count: int) -> str:

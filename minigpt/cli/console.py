@@ -16,6 +16,16 @@ LABEL_WIDTH = 11
 PLAIN_SECONDS = 5.0  # between two progress lines where stderr is no terminal
 
 
+def processes() -> int:
+    """How many processes run this command, as torchrun says it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this is; only the first, 0, has anything to tell."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def _stderr() -> Console:
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
@@ -33,12 +43,14 @@ def write(text: str) -> None:
 def note(text: str, *, command: str = "") -> None:
     """Put one line on stderr; a terminal breaks it between words, but not in a command to paste at its end."""
     for line in [text + command] if command else _wrapped(text, 0):
-        print(line, file=sys.stderr, flush=True)
+        _print(line)
 
 
 def error(message: str) -> None:
-    """Put an error on stderr: one line, whatever the message holds."""
-    note(f"error: {' '.join(message.split())}")
+    """Put an error on stderr: one line, whatever the message holds; of several processes it says which."""
+    where = f"rank {rank()}: " if processes() > 1 else ""
+    for line in _wrapped(f"error: {where}{' '.join(message.split())}", 0):
+        print(line, file=sys.stderr, flush=True)
 
 
 def warning(message: str) -> None:
@@ -50,7 +62,12 @@ def fact(label: str, text: str, *, wrapped: bool = True) -> None:
     """Put a labelled fact on stderr; a terminal wraps it under itself, unless it is a command; a file gets one line."""
     bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
     for i, line in enumerate(_wrapped(text, LABEL_WIDTH) if wrapped else [text]):
-        print(f"{bold}{label if i == 0 else '':<{LABEL_WIDTH}}{plain}{line}", file=sys.stderr, flush=True)
+        _print(f"{bold}{label if i == 0 else '':<{LABEL_WIDTH}}{plain}{line}")
+
+
+def _print(line: str) -> None:
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
@@ -99,7 +116,7 @@ class Progress:
 @contextmanager
 def progress() -> Iterator[Progress]:
     """Keep a progress line at the bottom of stderr while other lines scroll above it."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or rank() > 0:
         yield Progress(None)
         return
     with Live(console=_stderr(), refresh_per_second=8, transient=True, redirect_stdout=False) as live:

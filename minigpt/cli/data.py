@@ -7,31 +7,34 @@ import os
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from minigpt.cli import console, models
 from minigpt.cli.texts import label, typed, visible
 from minigpt.errors import ConfigError
-from minigpt.text.bundled import bundled_instructions
+from minigpt.text.bundled import bundled_instructions, bundled_preferences
 
 if TYPE_CHECKING:
-    from minigpt.text.conversations import ChatCounts, Conversation
+    from minigpt.text.conversations import ChatCounts, ChatOptions, Conversation
     from minigpt.text.fitting import Encoded, FitCounts
+    from minigpt.text.preferences import PreferenceCounts
     from minigpt.text.tokenizer import Tokenizer
     from minigpt.training.packing import PackedRows
 
 COLOUR, PLAIN = "\x1b[97;48;5;22m", "\x1b[0m"  # white on dark green, of a terminal's 256
 MARKS = "⟦", "⟧"  # around what is learned, where there is no colour
 LABEL_WIDTH = 15
+RowsAs = Literal["chats", "pairs", "labels"]
+COUNTED = {"chats": "conversations", "pairs": "pairs", "labels": "answers"}
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at data for tuning before it is used.")
 
 DataArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DATA",
-        help="Files, folders or globs of conversations. [default: the bundled instructions]",
+        help="Files, folders or globs of conversations. [default: the bundled instructions or pairs]",
         show_default=False,
     ),
 ]
@@ -57,6 +60,10 @@ def preview(
     sources: DataArgument = None,
     model: models.ModelOption = None,
     limit: Annotated[int, typer.Option("-n", "--limit", help="Conversations to show.", min=0)] = 3,
+    rows_as: Annotated[
+        RowsAs,
+        typer.Option("--as", help="Read rows as conversations, as pairs of answers, or as answers marked good or bad."),
+    ] = "chats",
     renamed: MapOption = None,
     skip_bad: SkipBadOption = False,
     context: Annotated[
@@ -72,29 +79,27 @@ def preview(
       minigpt data preview chats.jsonl -m runs/alice
       minigpt data preview chats.jsonl --map messages=conversation --skip-bad
       minigpt data preview a.json b.jsonl -n 0 --json
+      minigpt data preview pairs.jsonl --as pairs -m runs/alice-chat
     """
     from minigpt.checkpoint.base import read_tokenizer
     from minigpt.text.chat import chat_template
-    from minigpt.text.conversations import ChatCounts, ChatOptions, load_conversations, parse_mapping
-    from minigpt.text.fitting import FitCounts, encode_conversations, fit
-    from minigpt.training.packing import PackedRows
+    from minigpt.text.conversations import ChatOptions, parse_mapping
+    from minigpt.text.preferences import PreferenceCounts
+    from minigpt.training.packing import Fitter
 
     mapping = parse_mapping([typed(pair) for pair in renamed or []])
     folder = models.resolve(model)
     writer = chat_template(read_tokenizer(folder), template)
     writer.check_for_training()
-    counts, fits = ChatCounts(), FitCounts()
-    named = sources or [str(path) for path in bundled_instructions()]
-    conversations = load_conversations(named, ChatOptions(mapping=mapping, skip_bad=skip_bad), counts)
-    encoded = encode_conversations(conversations, writer, sys.maxsize - 1, fits)  # whole, to know their lengths
-    lengths = [len(one.ids) for one in encoded]
-    row_length = _row_length(folder, [len(one) for one in encoded], context)
-    if max(map(len, encoded)) > row_length:
-        encoded = encode_conversations(conversations, writer, row_length, fits)
-    figures = _figures(counts, lengths, PackedRows(encoded, row_length, pad_id=0), fits)
-    count = min(limit, len(conversations))
-    spread = [conversations[number * len(conversations) // count] for number in range(count)]
-    shown = [(one, fit(one.messages, writer, row_length, FitCounts())) for one in spread]
+    counts = PreferenceCounts()
+    rows = _rows(rows_as, sources, ChatOptions(mapping=mapping, skip_bad=skip_bad), counts)
+    conversations = [conversation for row in rows for conversation in row]
+    fitter = Fitter(conversations, writer, context, _most(folder, context))
+    (packed,) = fitter.packed({1.0: conversations}).values()
+    figures = _figures(counts, fitter.lengths, packed, fitter.counts)
+    count = min(limit, len(rows))
+    spread = [rows[number * len(rows) // count] for number in range(count)]
+    shown = [(one, fitter.one(one)) for row in spread for one in row]
     if as_json:
         examples = [_example(conversation, one, writer.tokenizer) for conversation, one in shown]
         console.write(json.dumps(figures | {"examples": examples}, ensure_ascii=False) + "\n")
@@ -102,24 +107,44 @@ def preview(
     _tell(counts)
     for conversation, one in shown:
         console.write(_drawn(conversation, one, writer.tokenizer))
-    console.write(_summary(figures, counts))
+    console.write(_summary(figures, counts, COUNTED[rows_as]))
 
 
-def _row_length(folder: Path, lengths: list[int], context: int | None) -> int:
-    """Return the row length asked for, or one that suits the data; no row is longer than the model's context."""
+def _rows(
+    rows_as: RowsAs, sources: list[str] | None, options: ChatOptions, counts: PreferenceCounts
+) -> list[list[Conversation]]:
+    """Read each row as its conversations: one, or one for each answer of a pair."""
+    from minigpt.text.conversations import Conversation, load_conversations
+    from minigpt.text.preferences import load_labelled, load_pairs
+
+    bundled = bundled_instructions if rows_as == "chats" else bundled_preferences
+    named = sources or [str(path) for path in bundled()]
+    if rows_as == "pairs":
+        return [
+            [Conversation(f"{one.where} {side}", one.prompt + answer)
+             for side, answer in (("chosen", one.chosen), ("rejected", one.rejected))]
+            for one in load_pairs(named, options, counts)
+        ]  # fmt: skip
+    if rows_as == "labels":
+        return [
+            [Conversation(f"{one.where} {'good' if one.good else 'bad'}", one.prompt + one.answer)]
+            for one in load_labelled(named, options, counts)
+        ]
+    return [[one] for one in load_conversations(named, options, counts)]
+
+
+def _most(folder: Path, context: int | None) -> int:
+    """Return the context of the model, or the one asked for where nothing tells it; no torch is needed for that."""
     from minigpt.checkpoint.base import config_path
     from minigpt.text.tokenizer_json import read_json
-    from minigpt.training.packing import row_length
 
     config = read_json(config_path(folder), missing_ok=True)
     most = config.get("max_position_embeddings", config.get("n_positions"))
-    if not isinstance(most, int) or most < 1:
-        if context is None:
-            raise ConfigError(f"{folder} does not tell its context; name the length of a row with --context")
-        return context
-    if context is not None and context > most:
-        raise ConfigError(f"--context {context:,} is more than the model's context of {most:,}; give less")
-    return context or row_length(lengths, most)
+    if isinstance(most, int) and most > 0:
+        return most
+    if context is None:
+        raise ConfigError(f"{folder} does not tell its context; name the length of a row with --context")
+    return context
 
 
 def _tell(counts: ChatCounts) -> None:
@@ -159,10 +184,10 @@ def _figures(counts: ChatCounts, lengths: list[int], rows: PackedRows, fits: Fit
     }
 
 
-def _summary(figures: dict[str, Any], counts: ChatCounts) -> str:
+def _summary(figures: dict[str, Any], counts: ChatCounts, counted: str) -> str:
     length, rows = figures["lengths"], figures["rows"]
     facts = [
-        ("conversations", f"{figures['conversations']:,}, with {figures['messages']:,} messages"),
+        (counted, f"{figures['conversations']:,}, with {figures['messages']:,} messages"),
         ("lengths", "{min:,} to {max:,} tokens, median {median:,}, 95% within {p95:,}".format(**length)),
         ("learned", f"{figures['learned']:,} of {figures['tokens']:,} tokens, {figures['learned_share']:.0%}"),
         ("packed", f"{rows:,} row{'s' if rows != 1 else ''} of {figures['context']:,}, "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli import console, models, stdin
+from minigpt.cli.judging import judge_pairs
 from minigpt.cli.tasks import Column, TaskName, instructions_task, likelihood_task, perplexity, table
 from minigpt.cli.texts import stdin_file, typed
 from minigpt.errors import DataError, UsageError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from minigpt.checkpoint.folder import LoadedModel
-    from minigpt.config import DTypeName
+    from minigpt.config import DTypeName, QuantizeName
     from minigpt.evaluation.bits import Score
     from minigpt.model.transformer import GPT
     from minigpt.text.pieces import Piece
@@ -73,10 +74,13 @@ def evaluate(
     separator: Annotated[
         str | None, typer.Option(help=r"Text between documents of a file, such as '\n\n'.", show_default=False)
     ] = None,
+    quantize: models.QuantizeOption = None,
     device: models.DeviceOption = None,
     dtype: models.DTypeOption = None,
 ) -> None:
-    """Score a text: bits per byte, which can be compared across tokenizers; loss and perplexity a token.
+    """Score a text in bits per byte, or answers by a task.
+
+    Bits per byte can be compared across tokenizers; loss and perplexity are told beside them.
 
     \b
       minigpt eval alice.txt -m runs/alice
@@ -94,6 +98,9 @@ def evaluate(
     its length in UTF-8 bytes.
     instructions {instruction, input, output, kind}, by default the bundled ones: right when the model's own answer, in
     its chat template, is the output but for spaces; "best constant" is what one answer to all would get.
+
+    With a reward model FILE holds pairs of answers, by default the bundled ones: for what share of them the chosen
+    answer has the higher reward.
     """
     if task is None and (limit is not None or show is not None):
         raise UsageError("--limit and --show are for --task; a text is cut with --limit-tokens")
@@ -101,11 +108,14 @@ def evaluate(
         if limit_tokens is not None or field_ != FIELD or separator is not None:
             raise UsageError("--limit-tokens, --field and --separator are for text; with --task there is --limit")
         file = _task_file(task, files or [], show)
-        loaded = _load(model, device, dtype)
+        loaded = _load(model, device, dtype, quantize)
         if task == "instructions":
             instructions_task(loaded, file, limit, show or 0, as_json=as_json)
         else:
             likelihood_task(loaded, task, file, limit, as_json=as_json)
+        return
+    if models.is_judge(model):
+        judge_pairs(models.resolve(model), files or [], limit_tokens, device, as_json=as_json)
         return
     if not files and not stdin.is_piped():
         raise UsageError("no text; name files or folders, or pipe text: cat alice.txt | minigpt eval")
@@ -113,7 +123,7 @@ def evaluate(
 
     options = SourceOptions(field=typed(field_), separator=typed(separator))
     paths = _paths(files or ["-"])
-    loaded = _load(model, device, dtype)
+    loaded = _load(model, device, dtype, quantize)
     from minigpt.evaluation.bits import Score
 
     scores: dict[str, Score] = {}
@@ -129,11 +139,18 @@ def evaluate(
     _print_json(loaded.folder, total, scores) if as_json else _print_table(total, scores)
 
 
-def _load(model: Path | None, device: str | None, dtype: DTypeName | None) -> LoadedModel:
+def _load(
+    model: Path | None, device: str | None, dtype: DTypeName | None, quantize: QuantizeName | None
+) -> LoadedModel:
     folder, device_ = models.resolve(model), models.pick_device(device)
     from minigpt.checkpoint.folder import load
 
-    return load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
+    loaded = load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
+    if quantize is not None:
+        from minigpt.model.decoding import prepare
+
+        prepare(loaded.model, quantize)
+    return loaded
 
 
 def _task_file(task: TaskName, files: list[str], show: int | None) -> Path:

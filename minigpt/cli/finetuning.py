@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoint.folder import load
 from minigpt.cli import console
+from minigpt.cli.following import follow
 from minigpt.cli.training import (
     Screen,
     device_of_run,
@@ -22,6 +23,7 @@ from minigpt.errors import ConfigError
 from minigpt.model.transformer import GPT
 from minigpt.training import finetune, runs
 from minigpt.training.chat_data import ChatRequest
+from minigpt.training.distributed import Group, Ranks, joined
 from minigpt.training.finetune import ChatRun
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.tuning_plan import TuningRequest
@@ -46,9 +48,18 @@ class Job:
 
 def finetune_job(job: Job, *, resume: bool, overwrite: bool) -> int:
     """Train to the end or to Ctrl-C; return the exit status."""
+    with joined(job.device, shard=False) as ranks:
+        if isinstance(ranks, Group) and not ranks.first:
+            return follow(ranks)
+        return _lead(job, ranks, resume=resume, overwrite=overwrite)
+
+
+def _lead(job: Job, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
     folder = RunFolder(job.out)
+    if runs.begun_by_this_launch(folder):
+        resume, overwrite = True, False
     record = finetune.recorded(folder) if resume else None
-    device = device_of_run(job.device, record)
+    device = ranks.own(device_of_run(job.device, record))
     if record is not None:
         finetune.check_same(record, folder, job.data, job.said)
     elif not overwrite:
@@ -60,7 +71,7 @@ def finetune_job(job: Job, *, resume: bool, overwrite: bool) -> int:
     folder.lock()
     try:
         run, status = train_to_end(
-            lambda screen: _begin(job, folder, record, device, screen),
+            lambda screen: _begin(job, folder, record, device, screen, ranks),
             _sample,
             f"minigpt finetune -o {quoted(job.out)}",
         )
@@ -71,18 +82,25 @@ def finetune_job(job: Job, *, resume: bool, overwrite: bool) -> int:
         folder.unlock()
 
 
-def _begin(job: Job, folder: RunFolder, record: dict[str, Any] | None, device: torch.device, screen: Screen) -> ChatRun:
+def _begin(
+    job: Job,
+    folder: RunFolder,
+    record: dict[str, Any] | None,
+    device: torch.device,
+    screen: Screen,
+    ranks: Ranks,
+) -> ChatRun:
     """Resume the recorded run where it was saved, or from its beginning; or prepare a new one."""
     data, request, dtype = job.data, job.request, job.dtype
     if record is not None:
         state = runs.saved_state(folder, record)
         if state is not None:
-            return finetune.resume(folder, record, state, device, screen)
+            return finetune.resume(folder, record, state, device, screen, ranks)
         data, request = finetune.asked(record, folder)
         dtype = record["plan"]["train"]["compute_dtype"]
     assert data is not None
     assert request is not None
-    return finetune.prepare(data, request, folder, device, dtype, screen)
+    return finetune.prepare(data, request, folder, device, dtype, screen, ranks)
 
 
 def _sample(run: ChatRun) -> str:

@@ -63,6 +63,8 @@ def generate(
         ),
     ] = None,
     template: models.TemplateOption = None,
+    quantize: models.QuantizeOption = None,
+    speculate: models.SpeculateOption = False,
     device: models.DeviceOption = None,
     dtype: models.DTypeOption = None,
 ) -> None:
@@ -90,10 +92,14 @@ def generate(
     folder = models.resolve(model)
     device_ = models.pick_device(device)
     from minigpt.checkpoint.folder import load
+    from minigpt.model.decoding import prepare
 
     loaded = load(folder, device=device_, dtype=models.pick_dtype(dtype, device_))
+    prepare(loaded.model, quantize)
     chosen = models.pick_template(loaded, template) if chat else None
-    writer = _Writer(loaded, asked.settle(loaded.generation), chosen, as_json=as_json or jsonl, echo=echo)
+    writer = _Writer(
+        loaded, asked.settle(loaded.generation), chosen, as_json=as_json or jsonl, echo=echo, speculate=speculate
+    )
     asks = source.asks(sampling.pick_seed(seed), num_samples)
     if lines or jsonl or num_samples > 1:
         writer.write_batches(asks, batch_size)
@@ -112,10 +118,11 @@ class _Writer:
         *,
         as_json: bool,
         echo: bool,
+        speculate: bool,
     ) -> None:
         self.loaded = loaded if template is None else replace(loaded, tokenizer=template.tokenizer)
         self.sampling, self.template, self.as_json, self.echo = sampling, template, as_json, echo
-        self.noted = False
+        self.speculate, self.noted = speculate, False
         self.context = loaded.model.config.max_position_embeddings
 
     def write_one(self, ask: Ask) -> None:
@@ -128,7 +135,9 @@ class _Writer:
         console.write(ask.prompt if self.echo else "")
         ids = self._encode(ask)
         text, new_tokens = "", 0
-        events = stream(self.loaded.model, self.loaded.tokenizer, [ids], self.sampling, list(ask.seeds))
+        events = stream(
+            self.loaded.model, self.loaded.tokenizer, [ids], self.sampling, list(ask.seeds), speculate=self.speculate
+        )
         for event in events:
             new_tokens += 1
             new = event.text if text or self.template is None else event.text.lstrip()
@@ -144,7 +153,8 @@ class _Writer:
         for batch in batches(asks, batch_size):
             prompts = [self._encode(ask) for ask, _ in batch]
             seeds = [seed for _, seed in batch]
-            events = stream(self.loaded.model, self.loaded.tokenizer, prompts, self.sampling, seeds)
+            model, tokenizer = self.loaded.model, self.loaded.tokenizer
+            events = stream(model, tokenizer, prompts, self.sampling, seeds, speculate=self.speculate)
             for (ask, seed), ids, done in zip(batch, prompts, collect(events, len(batch)), strict=True):
                 self._note_length(len(ids) + len(done.tokens))
                 self._print(ask, seed, len(ids), done)
@@ -161,6 +171,8 @@ class _Writer:
             "new_tokens": len(done.tokens),
             "seed": seed,
         }
+        if self.speculate:
+            record["guessed_tokens"] = sum(event.guessed for event in done.tokens)
         if self.sampling.logprobs is not None:
             record["tokens"] = [self._token(event.token_id, event.logprob, event.top) for event in done.tokens]
         console.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -36,7 +36,9 @@ def import_(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the output folder.")] = False,
     as_json: models.JsonOption = False,
 ) -> None:
-    """Turn a GGUF file into a model folder, with its tokenizer and chat template.
+    """Turn a GGUF file into a model folder.
+
+    Tokenizer and chat template come along.
 
     \b
       minigpt import SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2

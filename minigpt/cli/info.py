@@ -120,6 +120,7 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
         "corpus_tokens": corpus.get("train_tokens"),
         "trained_tokens": result.get("trained_tokens"),
         "bits_per_byte": result.get("bits_per_byte"),
+        "held_out_accuracy": result.get("held_out_accuracy"),
         "best_step": result.get("best_step"),
     }
     kinds = {"data": str}
@@ -150,4 +151,6 @@ def _lines(found: dict[str, Any]) -> str:
         rows["trained"] = f"on {amount(found['trained_tokens'])} tokens, {ratio:.3g} for each parameter"
     if "bits_per_byte" in found:
         rows["held-out"] = f"{found['bits_per_byte']:.3f} bits/byte"
+    elif "held_out_accuracy" in found:
+        rows["held-out"] = f"{found['held_out_accuracy']:.1%} of preferences the right way round"
     return "".join(f"{label:<{console.LABEL_WIDTH}}{text}\n" for label, text in rows.items())

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minigpt.checkpoint.base import holds_model, weights_path
+from minigpt.checkpoint.base import REWARD_HEAD, holds_model, weights_path
 from minigpt.cli import console
-from minigpt.config import DTypeName
+from minigpt.config import DTypeName, QuantizeName
 from minigpt.errors import ConfigError, ModelFolderError, UsageError
 
 if TYPE_CHECKING:
@@ -58,6 +58,21 @@ DTypeOption = Annotated[
         show_default=False,
     ),
 ]
+QuantizeOption = Annotated[
+    QuantizeName | None,
+    typer.Option(
+        "--quantize",
+        help="Keep the weights in 8 or 4 bits while it runs: faster on a CPU and smaller, a little less exact (eval "
+        "says how much).",
+        show_default=False,
+    ),
+]
+SpeculateOption = Annotated[
+    bool,
+    typer.Option(
+        "--speculate", help="Guess tokens from what stands before, check several at once: the same text, often sooner."
+    ),
+]
 TemplateOption = Annotated[
     str | None,
     typer.Option(
@@ -93,6 +108,11 @@ def resolve(model: Path | None) -> Path:
     if not runs:
         raise ModelFolderError("no model under runs/; train one with minigpt train FILE, or name one with -m FOLDER")
     return runs[0]
+
+
+def is_judge(model: Path | None) -> bool:
+    """Tell whether the model that is meant is a reward model."""
+    return (resolve(model) / REWARD_HEAD).is_file()
 
 
 def pick_device(name: str | None) -> torch.device:

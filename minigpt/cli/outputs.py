@@ -27,10 +27,10 @@ def staged_folder(place: Path) -> Iterator[Path]:
     """Give a folder to write a model to; its files take their place, and an older model leaves it, when the block ends.
 
     After an error inside the block `place` is what it was before. When a file cannot be moved, those that wait stay
-    where they are, and the error names their folder. Other files in `place` stay, a README.md that a person wrote
-    among them. Errors: TrainingError when it cannot be written.
+    where they are, and the error names their folder; they are removed when another model is whole beside them. Other
+    files in `place` stay, a README.md that a person wrote among them. Errors: TrainingError when it cannot be written.
     """
-    stage = _beside(place)
+    stage = _beside(place, "partial")
     try:
         shutil.rmtree(stage, ignore_errors=True)  # a killed run may have left it
         stage.mkdir(parents=True)
@@ -47,13 +47,18 @@ def staged_folder(place: Path) -> Iterator[Path]:
 def _take_place(stage: Path, place: Path) -> None:
     """Move files into a folder, then remove those parts of an older model that none of them was written over.
 
-    In this order there is a whole model at any moment: the older one, or the new one in both folders together.
+    In this order there is a whole model at any moment: the older one, or the new one in both folders together. While
+    its files are on their way their folder has another name, under which no later attempt writes.
     """
     from minigpt.checkpoint.card import CARD, is_ours, remove_card
 
+    waiting = _beside(place, "waiting")
     try:
         if not is_ours(place / CARD):
             (stage / CARD).unlink(missing_ok=True)
+        if waiting.exists():  # the rest of one that failed, no longer needed
+            shutil.rmtree(waiting)
+        stage = stage.rename(waiting)
         files = sorted(stage.iterdir(), key=lambda file: (file.name == "config.json", file.name))
         for file in files:  # what makes it a model last
             os.replace(file, place / file.name)
@@ -78,7 +83,7 @@ def _take_place(stage: Path, place: Path) -> None:
 @contextmanager
 def staged_file(place: Path) -> Iterator[Path]:
     """Give a path to write to; what is there takes its place when the block ends, and goes away after an error."""
-    stage = _beside(place)
+    stage = _beside(place, "partial")
     try:
         yield stage
         os.replace(stage, place)
@@ -88,6 +93,6 @@ def staged_file(place: Path) -> Iterator[Path]:
         stage.unlink(missing_ok=True)
 
 
-def _beside(place: Path) -> Path:
+def _beside(place: Path, what: str) -> Path:
     whole = Path(os.path.abspath(place))
-    return whole.with_name(f".{whole.name}.partial")
+    return whole.with_name(f".{whole.name}.{what}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoint.folder import load
 from minigpt.cli import console, stdin
+from minigpt.cli.following import follow
 from minigpt.cli.training import (
     Screen,
     device_of_run,
@@ -24,6 +25,7 @@ from minigpt.errors import ConfigError
 from minigpt.inference.engine import collect, stream
 from minigpt.text.decoding import spool
 from minigpt.training import pretrain, runs
+from minigpt.training.distributed import Group, Ranks, joined
 from minigpt.training.plan import Request
 from minigpt.training.pretrain import DataRequest, TextRun
 from minigpt.training.run_folder import RunFolder
@@ -47,13 +49,23 @@ class Job:
     device: str | None
     dtype: DTypeName | None
     sourced: bool  # a source was named, or piped
+    shard: bool = False
 
 
 def train_job(job: Job, *, resume: bool, overwrite: bool) -> int:
     """Train to the end or to Ctrl-C; return the exit status."""
+    with joined(job.device, shard=job.shard) as ranks:
+        if isinstance(ranks, Group) and not ranks.first:
+            return follow(ranks)
+        return _lead(job, ranks, resume=resume, overwrite=overwrite)
+
+
+def _lead(job: Job, ranks: Ranks, *, resume: bool, overwrite: bool) -> int:
     folder = RunFolder(job.out)
+    if runs.begun_by_this_launch(folder):
+        resume, overwrite = True, False
     record = pretrain.recorded(folder) if resume else None
-    device = device_of_run(job.device, record)
+    device = ranks.own(device_of_run(job.device, record))
     if not overwrite:
         _check_folder(job, folder, record, resume=resume)
     if resume and record is None:
@@ -64,7 +76,7 @@ def train_job(job: Job, *, resume: bool, overwrite: bool) -> int:
     folder.lock(keep_incoming=unread)
     try:
         run, status = train_to_end(
-            lambda screen: _begin(job, folder, record, device, screen, spooled=unread), _sample, _command(job)
+            lambda screen: _begin(job, folder, record, device, screen, ranks, spooled=unread), _sample, _command(job)
         )
         if status is None:
             _conclude(run, folder)
@@ -98,7 +110,14 @@ def _begun_again(job: Job, folder: RunFolder) -> Job:
 
 
 def _begin(
-    job: Job, folder: RunFolder, record: dict[str, Any] | None, device: torch.device, screen: Screen, *, spooled: bool
+    job: Job,
+    folder: RunFolder,
+    record: dict[str, Any] | None,
+    device: torch.device,
+    screen: Screen,
+    ranks: Ranks,
+    *,
+    spooled: bool,
 ) -> TextRun:
     """Resume the recorded run where it was saved, or from its beginning; or prepare a new one.
 
@@ -108,13 +127,13 @@ def _begin(
     if record is not None:
         state = runs.saved_state(folder, record)
         if state is not None:
-            return pretrain.resume(folder, record, state, device, screen)
+            return pretrain.resume(folder, record, state, device, screen, ranks)
         data, request = pretrain.asked(record, folder)
         dtype = record["plan"]["train"]["compute_dtype"]
     elif not data.sources and not (spooled and folder.holds_text()):
         with stdin.piped("text to train on") as source:
             spool(source, folder.incoming_path)
-    return pretrain.prepare(data, request, folder, device, dtype, screen)
+    return pretrain.prepare(data, request, folder, device, dtype, screen, ranks)
 
 
 def _sample(run: TextRun) -> str:

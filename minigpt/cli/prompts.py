@@ -96,7 +96,7 @@ class Source:
         return text, self._with_system((Message("user", text),)), {"prompt": text}
 
     def _conversation(self, value: object, where: str) -> tuple[str, tuple[Message, ...], dict[str, Any]]:
-        from minigpt.text.chat import parse_messages
+        from minigpt.text.instructions import parse_messages
 
         messages = self._with_system(tuple(parse_messages(value, where)))
         if messages[-1].role in ("assistant", "system"):

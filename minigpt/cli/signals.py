@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SHOW_CURSOR = b"\x1b[?25h"
 INTERRUPTED = 128 + signal.SIGINT  # the exit status after Ctrl-C
+FORWARDED_SECONDS = 1.0  # Ctrl-C reaches a process from the terminal, and once more from the torchrun it is of
 
 
 class Stopped(BaseException):
@@ -29,21 +31,24 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._since = 0.0
 
     def __call__(self) -> bool:
         return self.signal is not None
 
     @property
     def exit_status(self) -> int:
-        """The status a shell expects of a program that a signal ended: 130 or 143."""
-        assert self.signal is not None
-        return 128 + self.signal
+        """The status a shell expects of a program that a signal ended: 130 or 143, as also where another process of the
+        run took it.
+        """
+        return 128 + (self.signal or signal.SIGTERM)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self._since = number, time.monotonic()
+        elif "TORCHELASTIC_RUN_ID" not in os.environ or time.monotonic() - self._since > FORWARDED_SECONDS:
             _show_cursor()
             os._exit(128 + number)
-        self.signal = number
 
 
 def _show_cursor() -> None:

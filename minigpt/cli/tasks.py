@@ -41,7 +41,7 @@ def likelihood_task(loaded: LoadedModel, task: str, file: Path, limit: int | Non
 
         results = run_task(loaded.model, loaded.tokenizer, task, file, limit=limit, progress=tell)
     total = overall(results)
-    _warn_of_cuts(total.cut, total.rows, loaded)
+    _warn_of_cuts(total.cut, total.rows, loaded, "are longer than the context", "the end of each is kept")
     if as_json:
         found = {"model": str(loaded.folder), "task": task, "file": str(file), **_fields(total)}
         found["files"] = [{"name": result.name, **_fields(result)} for result in results]
@@ -63,7 +63,8 @@ def instructions_task(loaded: LoadedModel, file: Path, limit: int | None, show: 
 
         answers = answer_rows(loaded.model, loaded.tokenizer, rows, tell)
     results = tally(answers)
-    _warn_of_cuts(sum(answer.cut for answer in answers), len(answers), loaded)
+    cut = sum(answer.cut for answer in answers)
+    _warn_of_cuts(cut, len(answers), loaded, "leave too little room in the context", "the end of each question is kept")
     shown = [answers[i * len(answers) // show] for i in range(show)] if show < len(answers) else answers
     if as_json:
         found = {"model": str(loaded.folder), "task": "instructions", "file": str(file), **_kind_fields(results[-1])}
@@ -76,12 +77,10 @@ def instructions_task(loaded: LoadedModel, file: Path, limit: int | None, show: 
     console.write("".join(map(_example, shown)))
 
 
-def _warn_of_cuts(cut: int, rows: int, loaded: LoadedModel) -> None:
+def _warn_of_cuts(cut: int, rows: int, loaded: LoadedModel, fault: str, done: str) -> None:
     if cut:
         context = loaded.model.config.max_position_embeddings
-        console.warning(
-            f"{cut:,} of {rows:,} rows are longer than the context of {context:,} tokens; the end of each is kept"
-        )
+        console.warning(f"{cut:,} of {rows:,} rows {fault} of {context:,} tokens; {done}")
 
 
 def _fields(result: Result) -> dict[str, Any]:
@@ -167,10 +166,12 @@ def _width(column: Column) -> int:
 
 def _example(answer: Answer) -> str:
     """An answer under what was asked, each on one line."""
+    from minigpt.text.instructions import joined
+
     row = answer.row
     verdict = ("right" if answer.right else "wrong") + ("" if answer.ended else ", did not end")
     told = {
-        "asked": row["instruction"] + (f"\n\n{row['input']}" if row["input"].strip() else ""),
+        "asked": joined(row["instruction"], row["input"]),
         "answered": answer.text,
         "expected": row["output"],
     }

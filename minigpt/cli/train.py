@@ -11,6 +11,7 @@ import typer
 
 from minigpt.cli import stdin
 from minigpt.cli.models import RUNS, DeviceOption
+from minigpt.cli.processes import GpusOption, ShardOption, check_shared, start
 from minigpt.cli.settings import move_settings, read_settings
 from minigpt.cli.texts import typed
 from minigpt.config import ArchitectureName, DTypeName, OptimizerName, PresetName, check_choice
@@ -29,6 +30,7 @@ ALSO_OPTIONS = {
 
 
 def train(
+    ctx: typer.Context,
     sources: Annotated[
         list[str] | None,
         typer.Argument(metavar="SOURCE", help="Files, folders or globs; - is standard input.", show_default=False),
@@ -70,6 +72,8 @@ def train(
     ] = None,
     optimizer: Annotated[OptimizerName | None, typer.Option(help="[default: muon]", show_default=False)] = None,
     device: DeviceOption = None,
+    gpus: GpusOption = None,
+    shard: ShardOption = False,
     dtype: Annotated[
         DTypeName | None,
         typer.Option(help="Type to compute in; weights stay float32. [default: the fastest]", show_default=False),
@@ -113,6 +117,7 @@ def train(
     """
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
+    check_shared(gpus=gpus, shard=shard)
     if tokenizer is not None and vocab_size is not None:
         raise UsageError("--tokenizer has a vocabulary of its own; leave out --vocab-size")
     settings = read_settings(config, set_ or [], ("model", "train"))
@@ -140,7 +145,10 @@ def train(
     job = Job(
         data=data, request=request, said=asked if compute is None else asked | {"compute_dtype": compute}, out=folder,
         named_out=out is not None, device=device, dtype=compute, sourced=bool(sources) or named == stdin.NAME,
+        shard=shard,
     )  # fmt: skip
+    if gpus is not None and gpus > 1:
+        raise typer.Exit(start(ctx.obj, gpus, device))
     raise typer.Exit(train_job(job, resume=resume, overwrite=overwrite))
 
 

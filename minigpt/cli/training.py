@@ -14,12 +14,11 @@ from minigpt.cli import console
 from minigpt.cli.models import pick_device
 from minigpt.cli.signals import StopRequest, stop_request
 from minigpt.errors import ConfigError
-from minigpt.evaluation.bits import Score
 from minigpt.evaluation.curves import loss_svg, terminal_curve
 from minigpt.training.probe import used_memory
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.runs import RECORD, Run
-from minigpt.training.trainer import Evaluated, StepDone, Warned
+from minigpt.training.trainer import Evaluated, StepDone, Validation, Warned
 from minigpt.units import byte_size
 
 if TYPE_CHECKING:
@@ -42,9 +41,9 @@ class Screen:
     def warning(self, message: str) -> None:
         console.warning(message)
 
-    def working(self, what: str, done: int, total: int) -> None:
-        share = min(1.0, done / max(1, total))
-        self.progress.show(f"{what:<{console.LABEL_WIDTH}}{byte_size(done)} ({share:.0%})", share)
+    def working(self, what: str, done: int, total: int, unit: str = "") -> None:
+        share, amount = min(1.0, done / max(1, total)), f"{done:,} {unit}" if unit else byte_size(done)
+        self.progress.show(f"{what:<{console.LABEL_WIDTH}}{amount} ({share:.0%})", share)
 
 
 def refuse_to_write_over(folder: RunFolder, *, resume: bool) -> None:
@@ -69,22 +68,29 @@ def device_of_run(named: str | None, record: dict[str, Any] | None) -> torch.dev
         raise ConfigError(f"this run was begun on {begun}, which is not here; name another with --device") from error
 
 
-def train_to_end(begin: Callable[[Screen], R], sample: Callable[[R], str], command: str) -> tuple[R, int | None]:
+def train_to_end(
+    begin: Callable[[Screen], R],
+    sample: Callable[[R], str],
+    command: str,
+    *,
+    label: str = "sample",
+) -> tuple[R, int | None]:
     """Begin a run and train it to the end or to Ctrl-C; return it, and the exit status where it was stopped.
 
-    `sample` shows what the model can do so far; `command` is the line the run began with, without what --resume knows.
+    `sample` shows how far the model is, under a label; `command` is the line the run began with, without what --resume
+    knows.
     """
     with console.progress() as progress:
         run = begin(Screen(progress))
     with stop_request() as stop:
-        _follow(run, sample, stop)
-    if not stop():
+        _follow(run, sample, stop, label)
+    if not stop() and not run.trainer.stopped:
         return run, None
     console.note(f"stopped at step {run.trainer.progress.step:,}; continue with: ", command=f"{command} --resume")
     return run, stop.exit_status
 
 
-def _follow(run: R, sample: Callable[[R], str], stop: StopRequest) -> None:
+def _follow(run: R, sample: Callable[[R], str], stop: StopRequest, label: str) -> None:
     """Train, keeping the progress line up to date."""
     held_out, rate, samples = "", 0.0, 0
     if not stop():
@@ -94,16 +100,20 @@ def _follow(run: R, sample: Callable[[R], str], stop: StopRequest) -> None:
             if isinstance(event, StepDone):
                 rate = event.tokens_per_second if rate == 0 else 0.9 * rate + 0.1 * event.tokens_per_second
                 left = event.elapsed / event.step * (event.total_steps - event.step)
+                for message in [] if run.watch is None else run.watch.see({"loss": event.loss, **event.figures}):
+                    console.warning(message)
+                now = f"loss {event.loss:.2f}" if run.watch is None else run.watch.text()
                 line = (
-                    f"step {event.step:,}/{event.total_steps:,}  loss {event.loss:.2f}{held_out}  "
+                    f"step {event.step:,}/{event.total_steps:,}  {now}{held_out}  "
                     f"{console.amount(rate)} tokens/s  {console.duration(left)} left"
                 )
                 progress.show(line, event.step / event.total_steps, force=event.step == event.total_steps)
             elif isinstance(event, Evaluated):
-                held_out = f"  held-out {event.score.bits_per_byte:.2f} bits/byte"
-                if event.step >= (samples + 1) * run.trainer.progress.total_steps / (SAMPLES + 1):
+                held_out = f"  held-out {event.score.text}"
+                due = (samples + 1) * run.trainer.progress.total_steps / (SAMPLES + 1)
+                if event.step >= due and not run.trainer.ranks.shard:  # of which no process has a whole model
                     samples += 1
-                    console.fact("sample", sample(run))
+                    console.fact(label, sample(run))
             elif isinstance(event, Warned):
                 console.warning(event.message)
 
@@ -113,7 +123,7 @@ def on_one_line(text: str) -> str:
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(text.split()))
 
 
-def show_result(run: Run, folder: RunFolder, score: Score | None) -> None:
+def show_result(run: Run, folder: RunFolder, score: Validation | None) -> None:
     """Draw the loss curve and say what came out."""
     rows = folder.read_metrics()
     write_text(folder.path / "loss.svg", loss_svg(rows))
@@ -121,11 +131,11 @@ def show_result(run: Run, folder: RunFolder, score: Score | None) -> None:
     console.note("")
     if sys.stderr.isatty():
         console.note(terminal_curve(rows, 72, 10))
-    bits = "" if score is None else f"{score.bits_per_byte:.3f} bits/byte at step {progress.best_step:,} (best), "
+    held_out = "" if score is None else f"{score.text} at step {progress.best_step:,} (best), "
     memory = byte_size(used_memory(run.trainer.device))
     console.fact(
         "done",
-        f"{folder.path}: {bits}{console.duration(progress.elapsed)}, {memory} of memory, "
+        f"{folder.path}: {held_out}{console.duration(progress.elapsed)}, {memory} of memory, "
         f"loss curve in {folder.path / 'loss.svg'}",
     )
 

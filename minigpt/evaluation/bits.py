@@ -38,6 +38,20 @@ class Score:
         """Bits a byte of UTF-8 text."""
         return self.nats / math.log(2) / self.bytes
 
+    @property
+    def value(self) -> float:
+        """Bits per byte: the lower, the better."""
+        return self.bits_per_byte
+
+    @property
+    def text(self) -> str:
+        """The score for people."""
+        return f"{self.bits_per_byte:.3f} bits/byte"
+
+    def row(self) -> dict[str, float]:
+        """The score for metrics and records."""
+        return {"held_out_loss": self.loss, "bits_per_byte": self.bits_per_byte}
+
 
 def spans(length: int, limit: int | None, span: int) -> list[tuple[int, int]]:
     """Choose evenly spaced spans of `length` tokens that hold about `limit` in all; everything when it fits."""

@@ -118,7 +118,7 @@ def _score(
         rows += [row] * (end + 1 - first)
         places += range(first - 1 - start, end - start)
         targets += ids[first : end + 1]
-    device = model.lm_head.weight.device
+    device = next(model.parameters()).device
     hidden = model.model(tokens.to(device))[torch.tensor(rows, device=device), torch.tensor(places, device=device)]
     logprobs, best = _targets(model, hidden, torch.tensor(targets, device=device))
     owners = torch.tensor(rows)

@@ -22,13 +22,14 @@ _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row an
 
 
 def loss_svg(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Draw the rows of metrics.jsonl: training loss in grey, held-out bits per byte in colour on an axis of its own.
+    """Draw the rows of metrics.jsonl: training loss in grey, held-out bits per byte in colour on an axis of its own, or
+    the held-out loss where there are none.
 
     The training loss is the mean of neighbouring steps where there are many. The first steps, which fall from far
     above, may leave the picture at its top. The result is one SVG that needs nothing else.
     """
     rows = list(rows)
-    loss, held_out = thinned(series(rows, "loss"), _MOST_POINTS), series(rows, "bits_per_byte")
+    loss, (held_out, unit, name) = thinned(series(rows, "loss"), _MOST_POINTS), _scored(rows)
     last = max([step for step, _ in [*loss, *held_out]], default=1.0)
     end = max(last, 1.0)
     parts = [
@@ -43,9 +44,7 @@ def loss_svg(rows: Iterable[Mapping[str, Any]]) -> str:
     if loss:
         low, high, marks = _range(loss, last)
         parts.append(_value_axis(marks, low, high, _LEFT - 8, "end", grid=True))
-        parts.append(
-            f'<text class="weak" fill="#59636e" x="{_LEFT - 44:.0f}" y="30">training loss, nats per token</text>'
-        )
+        parts.append(f'<text class="weak" fill="#59636e" x="{_LEFT - 44:.0f}" y="30">training loss{unit}</text>')
         path = _path(_placed(loss, end, low, high))
         parts.append(
             f'<path class="faint" clip-path="url(#plot)" fill="none" stroke="#afb8c1" stroke-width="1.2" '
@@ -54,23 +53,21 @@ def loss_svg(rows: Iterable[Mapping[str, Any]]) -> str:
     if held_out:
         low, high, marks = _range(held_out, last)
         parts.append(_value_axis(marks, low, high, _RIGHT + 8, "start", grid=not loss))
-        parts.append(
-            f'<text class="dot" fill="#0969da" text-anchor="end" x="{_RIGHT + 44:.0f}" y="30">'
-            "held-out text, bits per byte</text>"
-        )
+        parts.append(f'<text class="dot" fill="#0969da" text-anchor="end" x="{_RIGHT + 44:.0f}" y="30">{name}</text>')
         parts.append(_held_out(held_out, _placed(held_out, end, low, high)))
     return "\n".join([*parts, "</svg>\n"])
 
 
 def terminal_curve(rows: Iterable[Mapping[str, Any]], width: int = 60, height: int = 10) -> str:
-    """Plot held-out bits per byte (the training loss where there are fewer than two) in `width` x `height` characters.
+    """Plot the held-out score (the training loss where there are fewer than two) in `width` x `height` characters.
 
     Dots of Braille. Returns lines that end in a newline; an empty string where nothing was measured.
     """
     rows = list(rows)
-    points, name = series(rows, "bits_per_byte"), "held-out bits per byte"
+    points, unit, name = _scored(rows)
+    name = name.replace("text, ", "")
     if len(points) < 2 and (losses := series(rows, "loss")):
-        points, name = losses, "training loss, nats per token"
+        points, name = losses, f"training loss{unit}"
     if not points:
         return ""
     last = max(step for step, _ in points)
@@ -92,6 +89,14 @@ def series(rows: Iterable[Mapping[str, Any]], name: str) -> list[Point]:
     """Return (step, value) of the rows that have a finite value, by step; of two at one step the later row counts."""
     found = {float(row["step"]): float(row[name]) for row in rows if row.get(name) is not None}
     return sorted((step, value) for step, value in found.items() if math.isfinite(value))
+
+
+def _scored(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Point], str, str]:
+    """What was scored on held-out data: its points, the unit of the training loss beside it, and its name."""
+    bits, losses = series(rows, "bits_per_byte"), series(rows, "held_out_loss")
+    if losses and not bits:
+        return losses, "", "held-out loss"
+    return bits, ", nats per token", "held-out text, bits per byte"
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

@@ -11,9 +11,10 @@ from typing import Any, TypedDict
 from minigpt.config import SamplingConfig
 from minigpt.evaluation.rows import BadRow, row_files, text_of
 from minigpt.evaluation.shares import Share
+from minigpt.inference.chat import Said, fit, room_for_answer
 from minigpt.inference.engine import collect, stream
 from minigpt.model.transformer import GPT
-from minigpt.text.chat import ChatTemplate, Message, chat_template
+from minigpt.text.chat import Message, chat_template
 from minigpt.text.decoding import replace_surrogates
 from minigpt.text.instructions import joined
 from minigpt.text.records import kind_of
@@ -36,7 +37,7 @@ class Row(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered to a row, and whether it ended by itself; `cut` prompts lost their beginning."""
+    """What a model answered to a row, and whether it ended by itself; `cut` questions lost their beginning."""
 
     row: Row
     text: str
@@ -79,21 +80,25 @@ def answer_rows(
 ) -> list[Answer]:
     """Answer every row greedily as one user message in the model's chat template; in order, whatever the batches.
 
-    Answers end at twice the tokens of the longest right one and a few more: none that is longer could be right.
-    `progress` is told the share that is done. Errors: ModelFolderError for a model without chat template.
+    Answers end at twice the tokens of the longest right one and a few more: none that is longer could be right. A
+    question too long to leave room for that, half of the context at most, loses its beginning.
+    `progress` is told the share that is done. Errors: ModelFolderError for a model without chat template; DataError for
+    a context that has no room for a question.
     """
     template = chat_template(tokenizer)
-    prompts = [_prompt(template, row) for row in rows]
     longest = max(map(len, tokenizer.encode_batch([row["output"] for row in rows])))
     sampling = SamplingConfig(max_new_tokens=2 * longest + SPARE_TOKENS, temperature=0.0)
     context = model.config.max_position_embeddings
+    limit = context - room_for_answer(context, sampling.max_new_tokens)
+    fitted = [fit([Said(Message("user", joined(row["instruction"], row["input"])))], template, limit) for row in rows]
+    prompts = [one.ids for one in fitted]
     order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     answers: dict[int, Answer] = {}
     while len(answers) < len(rows):
         batch = _batch(order[len(answers) :], prompts, min(context, sampling.max_new_tokens))
         events = stream(model, template.tokenizer, [prompts[i] for i in batch], sampling, [0] * len(batch))
         for i, done in zip(batch, collect(events, len(batch)), strict=True):
-            answers[i] = Answer(rows[i], done.text, done.finish_reason == "end", len(prompts[i]) > context)
+            answers[i] = Answer(rows[i], done.text, done.finish_reason == "end", fitted[i].cut > 0)
         if progress is not None:
             progress(len(answers) / len(rows))
     return [answers[i] for i in range(len(rows))]
@@ -134,10 +139,6 @@ def _may_be_empty(record: Mapping[str, Any], field: str) -> str:
     if value is not None and not isinstance(value, str):
         raise BadRow(f'field "{field}" holds {kind_of(value)}, not text')
     return replace_surrogates(value or "")
-
-
-def _prompt(template: ChatTemplate, row: Row) -> list[int]:
-    return template.encode([Message("user", joined(row["instruction"], row["input"]))])
 
 
 def _batch(order: Sequence[int], prompts: Sequence[Sequence[int]], new_tokens: int) -> Sequence[int]:

@@ -75,10 +75,12 @@ def fit(said: Sequence[Said], template: ChatTemplate, limit: int) -> Fitted:
     text, cut = without_beginning(question.content, template, lambda text: len(encoded(text)) - limit)
     ids = encoded(text)
     if len(ids) > limit or (cut and not text.strip()):
+        others = [turn.message for turn in (*head, *kept[len(head) + 1 :])]
+        longest = max(others, key=lambda message: len(message.content), default=None)
+        advice = "" if longest is None else f"shorten the {longest.role} message, "
         raise DataError(
             f"without the question there are {len(encoded('')):,} tokens already, and the context has room for "
-            f"{limit:,} beside an answer; shorten the system message, allow fewer new tokens, or take a model with a "
-            "longer context"
+            f"{limit:,} beside an answer; {advice}allow fewer new tokens, or take a model with a longer context"
         )
     return Fitted(ids, first - len(head), cut)
 
@@ -93,13 +95,19 @@ class Chat:
 
     Only tokens that are new are read by the model: the cache stays as it is between turns, and is set back to the last
     token that a new prompt shares with it. An answer that is broken off, by an exception or by closing the stream,
-    stays as far as it got.
+    stays as far as it got; before its first token, all is as if it had never been asked for.
     """
 
     def __init__(
-        self, model: GPT, template: ChatTemplate, system: str | None = None, context: int | None = None
+        self,
+        model: GPT,
+        template: ChatTemplate,
+        system: str | None = None,
+        context: int | None = None,
+        *,
+        speculate: bool = False,
     ) -> None:
-        self.model, self.template = model, template
+        self.model, self.template, self.speculate = model, template, speculate
         self.context = min(context or model.config.max_position_embeddings, model.config.max_position_embeddings)
         self.prefilled = 0  # tokens of prompts that the model has read, for whoever wants to know
         self._system = system
@@ -142,24 +150,17 @@ class Chat:
     def ask(self, question: str, sampling: SamplingConfig, seed: int) -> Iterator[Forgotten | TokenEvent]:
         """Put a question and yield the answer; before it an event where something is forgotten.
 
-        Errors: DataError and ModelFolderError where no prompt can be made of it; it is then as if never asked.
+        Errors: DataError and ModelFolderError where no prompt can be made of it.
         """
-        self._said.append(Said(Message("user", question)))
-        try:
-            prompt, event = self._prompt(sampling)
-        except BaseException:  # an interrupt too: a question without an answer would end up before another one
-            self._said.pop()
-            raise
-        yield from self._answer(prompt, event, sampling, seed)
+        yield from self._answer([*self._said, Said(Message("user", question))], sampling, seed)
 
     def retry(self, sampling: SamplingConfig, seed: int) -> Iterator[Forgotten | TokenEvent]:
-        """Answer the last question again. Errors: DataError where there is none."""
-        while self._said and self._said[-1].message.role == "assistant":
-            self._said.pop()
-        if not self._said:
+        """Answer the last question again. Errors: DataError where there is none, and those of a question."""
+        answers = sum(1 for _ in takewhile(lambda turn: turn.message.role == "assistant", reversed(self._said)))
+        said = self._said[: len(self._said) - answers]
+        if not said:
             raise DataError("nothing was asked yet; there is no answer to try again")
-        prompt, event = self._prompt(sampling)
-        yield from self._answer(prompt, event, sampling, seed)
+        yield from self._answer(said, sampling, seed)
 
     def _all(self, first: int) -> list[Said]:
         head = [] if self._system is None else [Said(Message("system", self._system))]
@@ -175,36 +176,41 @@ class Chat:
             return fitted.ids, None
         return fitted.ids, Forgotten(sum(turn.message.role == "user" for turn in gone), fitted.cut)
 
-    def _answer(
-        self, prompt: list[int], forgotten: Forgotten | None, sampling: SamplingConfig, seed: int
-    ) -> Iterator[Forgotten | TokenEvent]:
-        ids: list[int] = []
-        text = ""
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.context - len(prompt)))
-        cache = self._reuse(prompt, len(prompt) + sampling.max_new_tokens)
+    def _answer(self, said: list[Said], sampling: SamplingConfig, seed: int) -> Iterator[Forgotten | TokenEvent]:
+        """Go on from what was said with an answer; where no token of it comes, nothing has changed."""
+        before = self._said, self._first
+        self._said, ids, text, cache = said, list[int](), "", None
         try:
+            prompt, forgotten = self._prompt(sampling)
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.context - len(prompt)))
+            cache = self._reuse(prompt, len(prompt) + sampling.max_new_tokens)
             if forgotten is not None:
                 yield forgotten
-            for event in stream_from(self.model, self.template.tokenizer, cache, prompt, sampling, seed):
+            tokenizer, speculate = self.template.tokenizer, self.speculate
+            for event in stream_from(self.model, tokenizer, cache, prompt, sampling, seed, speculate=speculate):
                 ids.append(event.token_id)
                 text += event.text
                 yield event
         finally:
-            self._held = [*prompt, *ids][: cache.lengths[0]]
-            self._keep(ids, text)
+            if cache is not None:
+                self._held = [*prompt, *ids][: cache.lengths[0]]
+            if ids:
+                self._keep(ids, text)
+            else:
+                self._said, self._first = before
 
     def _reuse(self, prompt: list[int], needed: int) -> KVCache:
         """Return the cache, set back to what it shares with the prompt, with room for `needed` tokens."""
         capacity = min(max(LEAST_CAPACITY, 1 << (needed - 1).bit_length()), self.context)
         if self._cache is None:
-            weight = self.model.lm_head.weight
+            weight = next(self.model.parameters())
             self._cache = KVCache(self.model.config, 1, capacity, device=weight.device, dtype=weight.dtype)
         elif self._cache.capacity < needed:
             self._cache.grow(capacity)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._held, prompt, strict=False)))
         same = min(same, len(prompt) - 1)  # the logits after the last token are not in the cache
-        self._cache.truncate(same)
         self._held = self._held[:same]
+        self._cache.truncate(same)
         self.prefilled += len(prompt) - same
         return self._cache
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from minigpt.config import SamplingConfig
 
+CANDIDATES = 1024  # the tokens among which a nucleus is looked for first
+
 
 def row_seed(seed: int, row: int) -> int:
     """Return the seed of one row: the run's own for row 0, else a number derived from both."""
@@ -44,14 +46,28 @@ def keep_likely(logits: Tensor, config: SamplingConfig) -> Tensor:
         least = logits.topk(config.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if config.top_p is not None and config.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # the mass ahead of each token
-        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= config.top_p)
+        probs, order = _likeliest(logits.softmax(-1), config.top_p)
+        before = probs.cumsum(-1) - probs  # the mass ahead of each token
+        outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, order, before >= config.top_p)
         logits = logits.masked_fill(outside, -torch.inf)
     if config.min_p:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < config.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
+
+
+def _likeliest(probs: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of probs (B, V) and their ids, both (B, n), best first, ties by id.
+
+    n is V, or less where so few tokens hold `mass` in every row without those as likely as the last of them: to find a
+    thousand tokens takes a small part of the time of sorting all.
+    """
+    best, ids = probs.topk(min(CANDIDATES, probs.shape[-1]), dim=-1)
+    if not ((best * (best > best[..., -1:])).sum(-1) >= mass).all():
+        return probs.sort(dim=-1, descending=True, stable=True)
+    ids = ids.sort(dim=-1).values
+    best, place = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return best, ids.gather(-1, place)
 
 
 def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
@@ -61,7 +77,7 @@ def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:
     """
     exact = logits.cpu().double()
     # The largest logit is taken off first: a tiny temperature then gives 0 and minus infinity, never NaN.
-    scaled = (exact - exact.amax(-1, keepdim=True)) / config.temperature
+    scaled = (exact - exact.amax(-1, keepdim=True)).div_(config.temperature)
     return keep_likely(scaled, config).softmax(-1)
 
 

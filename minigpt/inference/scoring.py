@@ -34,7 +34,7 @@ def score(model: GPT, read: Callable[[int, int], NDArray[np.int64]], length: int
     `read(start, stop)` gives token ids. Training mode comes back as it was.
     """
     losses = np.zeros(max(length - 1, 0), dtype=np.float32)
-    training, device = model.training, model.lm_head.weight.device
+    training, device = model.training, next(model.parameters()).device
     context = min(model.config.max_position_embeddings, LONGEST_WINDOW)
     model.eval()
     try:

@@ -55,6 +55,11 @@ class KVCache:
         """The number of slots S of each row."""
         return self.keys.shape[3]
 
+    @property
+    def widest(self) -> int:
+        """How many tokens a row the next forward pass may read at most."""
+        return max(self.capacity - max(self.lengths), self.capacity - self.window + 1)
+
     def keep(self, rows: list[int]) -> None:
         """Drop all rows but these, in this order."""
         index = torch.tensor(rows, device=self.keys.device)

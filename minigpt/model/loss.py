@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +61,62 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         for h, t in zip(torch.split(flat, rows), torch.split(ids, rows), strict=True)
     ]
     return torch.cat(losses).view(targets.shape)
+
+
+def token_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of each target, float32, shaped as `targets`, with a gradient; 0 where it is -100.
+
+    `hidden` (…, C) are last hidden states, `weight` (V, C) the output embedding. The logits of one chunk at a time are
+    held, and made again for the gradient.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    flat, ids = hidden.flatten(0, -2), targets.flatten()
+    kept = (ids != IGNORED).nonzero().squeeze(-1)
+    if len(kept) == len(ids):
+        found: Tensor = _TokenLogProbs.apply(flat, weight, ids)  # type: ignore[no-untyped-call]
+    else:
+        some: Tensor = _TokenLogProbs.apply(flat[kept], weight, ids[kept])  # type: ignore[no-untyped-call]
+        found = torch.zeros(len(ids), device=some.device).index_put((kept,), some)
+    return found.view(targets.shape)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Output projection, log-softmax and choice in one, chunk by chunk both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        cast = weight.to(hidden.dtype)
+        found = hidden.new_empty(len(targets), dtype=torch.float32)
+        for part in _chunks(hidden, weight):
+            log_probs = F.linear(hidden[part], cast).float().log_softmax(-1)
+            found[part] = log_probs.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(hidden, weight, targets)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, targets = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        cast = weight.to(hidden.dtype)
+        hidden_grad = torch.empty_like(hidden) if need_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _chunks(hidden, weight):
+                slope = F.linear(hidden[part], cast).float().softmax(-1).neg_()  # one-hot minus softmax
+                slope[torch.arange(len(slope), device=slope.device), targets[part]] += 1.0
+                slope *= grads[0][part].unsqueeze(-1)
+                if hidden_grad is not None:
+                    hidden_grad[part] = torch.mm(slope.to(cast.dtype), cast)
+                if weight_grad is not None:
+                    weight_grad += torch.mm(slope.t(), hidden[part].float())
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """The rows of hidden states whose logits are held together."""
+    rows = chunk_rows(hidden, weight.shape[0])
+    return (slice(start, start + rows) for start in range(0, hidden.shape[0], rows))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

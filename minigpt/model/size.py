@@ -64,6 +64,7 @@ def training_bytes(
     device: str = "cpu",
     adapter: int | None = None,
     packed: bool = False,
+    shards: int = 1,
 ) -> int:
     """Estimate the most bytes that a step's tensors take at once, without what Python and PyTorch take by themselves.
 
@@ -74,7 +75,8 @@ def training_bytes(
     give back.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
-    (`packed`) keep a mask each in every layer on a CPU.
+    (`packed`) keep a mask each in every layer on a CPU. Of a model that is cut over `shards` processes each holds its
+    part of weights, gradients and states, and in full for a while the embeddings and two blocks, with their gradients.
     """
     total, tokens, element = parameters(config), micro_batch * context, DTYPE_BYTES[compute_dtype]
     matrices = config.num_hidden_layers * _block_matrices(config)
@@ -87,7 +89,10 @@ def training_bytes(
         kept += config.num_hidden_layers * tokens * context * element
     wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
     output = 8 if adapter is None else element  # bytes a weight: its gradient twice, or a copy of it alone
-    return 4 * total + states + copies + kept + max(_loss_bytes(config, tokens, element, device, output), wide)
+    held = 4 * total + states
+    if shards > 1:
+        held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
+    return held + copies + kept + max(_loss_bytes(config, tokens, element, device, output), wide)
 
 
 def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName = "float32") -> int:

@@ -1,4 +1,6 @@
-"""The texts that come with the program: short tales in English and Chinese, and instructions, all written for it."""
+"""The texts that come with the program, all written for it: short tales in English and Chinese, instructions, and
+preference pairs.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,16 @@ def bundled_instructions() -> list[Path]:
 def bundled_questions() -> list[Path]:
     """Return the file of bundled instructions to ask a tuned model; training never sees their words and numbers."""
     return _bundled("instructions.test.jsonl", "instruction set")
+
+
+def bundled_preferences() -> list[Path]:
+    """Return the file of bundled preference pairs to train on."""
+    return _bundled("preferences.train.jsonl", "preference set")
+
+
+def bundled_held_preferences() -> list[Path]:
+    """Return the file of bundled preference pairs to judge by; training never sees their words and numbers."""
+    return _bundled("preferences.test.jsonl", "preference set")
 
 
 def _bundled(pattern: str, what: str) -> list[Path]:

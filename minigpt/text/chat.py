@@ -13,17 +13,14 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
-from minigpt.errors import ConfigError, DataError, ModelFolderError
-from minigpt.text.decoding import replace_surrogates
-from minigpt.text.records import quoted
+from minigpt.errors import ConfigError, ModelFolderError
 from minigpt.text.templates import Template, TemplateRefusal
 from minigpt.text.tokenizer import CHATML, IM_END, IM_START, Tokenizer
 
-__all__ = ["CHATML", "ROLES", "ChatTemplate", "Message", "Segment", "chat_template", "parse_messages"]
+__all__ = ["CHATML", "ChatTemplate", "Message", "Segment", "chat_template"]
 
-ROLES = ("system", "user", "assistant", "tool")
 _OFFER = "train with ChatML in its place: --template chatml"
-_MOST_KEPT = 1000  # renderings: one for each order of roles
+_MOST_KEPT = 1000  # renderings: one for each order of roles; the oldest goes first
 
 # Characters that stand for nothing, around the number of a message.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -40,7 +37,7 @@ _PROBES = (
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; ``role`` is one of ROLES."""
+    """One turn of a conversation; ``role`` is system, user, assistant or tool."""
 
     role: str
     content: str
@@ -69,7 +66,7 @@ class _Part:
         return self.pieces if self.message is None else (messages[self.message].content.strip(),)
 
 
-_Key = tuple[tuple[str, ...], bool]  # roles, and whether the beginning of an answer is put behind them
+_Rendering = tuple[tuple[str, ...], bool]  # roles, and whether the beginning of an answer is put behind them
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,9 @@ class ChatTemplate:
         self.source = source
         self._template = Template(source)
         self._tokenizer = tokenizer
-        self._rendered: dict[_Key, str] = {}
-        self._layouts: dict[_Key, _Layout] = {}
+        self._rendered: dict[_Rendering, str] = {}
+        self._layouts: dict[tuple[*_Rendering, bool], _Layout] = {}
+        self._headers: dict[str, int | None] = {}  # what stands before an answer, and how much of it is in the prompt
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -118,7 +116,7 @@ class ChatTemplate:
 
     def segments(self, messages: Sequence[Message], generation_prompt: bool = False) -> list[Segment]:
         """Return what a conversation is rendered to, in pieces; joined they are its text."""
-        parts = self._layout(messages, generation_prompt).parts
+        parts = self._layout(messages, generation_prompt, exact=True).parts
         texts = [part.text if part.message is None else messages[part.message].content.strip() for part in parts]
         return [
             Segment(text, part.message is not None, part.turn is not None)
@@ -145,7 +143,7 @@ class ChatTemplate:
         turn ends with, through the content to its end token. The ids up to there are those of the prompt.
         Errors: ConfigError where the template keeps these messages from that.
         """
-        layout = self._layout(messages, False)
+        layout = self._layout(messages, False, exact=True)
         if layout.fault:
             raise ConfigError(f"chat template: {layout.fault}; {_OFFER}")
         return self._encode(layout, messages, {})
@@ -167,18 +165,22 @@ class ChatTemplate:
                 if rendered != "".join(segment.text for segment in self.segments(messages)):
                     raise ConfigError(f"chat template: it alters what the messages say; {_OFFER}")
 
-    def _layout(self, messages: Sequence[Message], generation_prompt: bool) -> _Layout:
-        key = tuple(message.role for message in messages), generation_prompt
+    def _layout(self, messages: Sequence[Message], generation_prompt: bool, exact: bool = False) -> _Layout:
+        """Return the parts of a conversation; where each answer begins is worked out for itself where it is ``exact``.
+
+        That takes a rendering of all that comes before it, so in prompts answers after the same words begin alike.
+        """
+        key = tuple(message.role for message in messages), generation_prompt, exact
         if key not in self._layouts:
             _make_room(self._layouts)
             self._layouts[key] = self._lay_out(*key)
         return self._layouts[key]
 
-    def _lay_out(self, roles: tuple[str, ...], generation_prompt: bool) -> _Layout:
+    def _lay_out(self, roles: tuple[str, ...], generation_prompt: bool, exact: bool) -> _Layout:
         """Render roles with placeholders and cut the text at contents and at what the model has to write."""
         text = self._render(roles, generation_prompt)
         contents = {match.span(): int(match[1]) for match in _PLACEHOLDER.finditer(text)}
-        spans, fault = self._spans(text, roles)
+        spans, fault = self._spans(text, roles, exact)
         cuts = {0, len(text), *(place for span in (*contents, *spans) for place in span)}
         parts = []
         waiting = sorted(spans, reverse=True)
@@ -191,16 +193,21 @@ class ChatTemplate:
             parts.append(_Part(text[start:end], pieces, message, turn))
         return _Layout(tuple(parts), fault)
 
-    def _spans(self, text: str, roles: tuple[str, ...]) -> tuple[dict[tuple[int, int], int], str]:
+    def _spans(self, text: str, roles: tuple[str, ...], exact: bool) -> tuple[dict[tuple[int, int], int], str]:
         """Return where in a rendered text which answer stands, and what is wrong with the template, if anything."""
         places = list(_PLACEHOLDER.finditer(text))
         if [int(match[1]) for match in places] != list(range(len(roles))):
             return {}, "it drops, repeats or reorders messages"
+        contents = [(0, 0), *(place.span() for place in places)]
+        starts = {
+            turn: self._start(text, roles[:turn], contents[turn][1], contents[turn + 1][0], exact)
+            for turn, role in enumerate(roles)
+            if role == "assistant"
+        }
         spans, faults = {}, []
-        starts = self._starts(text, roles)
         for turn, start in starts.items():
             place = places[turn]
-            if start is None or not (places[turn - 1].end() if turn else 0) <= start <= place.start():
+            if start is None:
                 faults.append("a conversation with an answer does not begin as the prompt for that answer does")
                 continue
             if any(
@@ -216,18 +223,19 @@ class ChatTemplate:
                 faults.append("it puts no end token after an answer")
         return spans, "".join(faults[:1])
 
-    def _starts(self, text: str, roles: tuple[str, ...]) -> dict[int, int | None]:
-        """Return for each answer the length of the prompt for it, or None where the text does not begin with that."""
-        starts: dict[int, int | None] = {}
-        for turn, role in enumerate(roles):
-            if role == "assistant":
-                try:
-                    prompt = self._render(roles[:turn], True)
-                except ModelFolderError:
-                    starts[turn] = None
-                else:
-                    starts[turn] = len(prompt) if text.startswith(prompt) else None
-        return starts
+    def _start(self, text: str, before: tuple[str, ...], begin: int, end: int, exact: bool) -> int | None:
+        """Return where the prompt for an answer ends, between two contents; None where the text does not begin so."""
+        header = text[begin:end]
+        if exact or header not in self._headers:
+            try:
+                prompt = self._render(before, True)
+                length = len(prompt) if text.startswith(prompt) else -1
+            except ModelFolderError:
+                length = -1
+            _make_room(self._headers)
+            self._headers[header] = length - begin if begin <= length <= end else None
+        offset = self._headers[header]
+        return None if offset is None else begin + offset
 
     @cached_property
     def _ends(self) -> set[int]:
@@ -290,9 +298,9 @@ class ChatTemplate:
         return ids
 
 
-def _make_room(kept: dict[_Key, Any]) -> None:
+def _make_room(kept: dict[Any, Any]) -> None:
     if len(kept) >= _MOST_KEPT:
-        kept.clear()
+        del kept[next(iter(kept))]
 
 
 def chat_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
@@ -311,25 +319,3 @@ def chat_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemp
             f"the model has no chat template, and no {IM_START} and {IM_END} for one; choose a model made for chat"
         )
     return ChatTemplate(CHATML if source is None else source, tokenizer)
-
-
-def parse_messages(value: object, where: str) -> list[Message]:
-    """Read a conversation from parsed JSON: a list of objects with role and content, or an object with "messages".
-
-    What is wrong with it is a DataError that names ``where``.
-    """
-    if isinstance(value, dict):
-        if "messages" not in value:
-            raise DataError(f'{where}: no field "messages" (found: {quoted(list(value))}); give a conversation')
-        value = value["messages"]
-    if not isinstance(value, list) or not value:
-        raise DataError(f'{where}: not a conversation; give [{{"role": "user", "content": "…"}}, …]')
-    messages = []
-    for number, turn in enumerate(value, start=1):
-        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
-        if role not in ROLES or not isinstance(content, str):
-            what = "no role" if role is None else f"the role {str(role)[:40]!r}"
-            what = what if isinstance(content, str) else 'no text as its "content"'
-            raise DataError(f"{where}: message {number} has {what}; roles are {', '.join(ROLES)}")
-        messages.append(Message(role, replace_surrogates(content)))
-    return messages

@@ -8,18 +8,42 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from minigpt.errors import ConfigError, DataError, UsageError
 from minigpt.text.chat import Message
 from minigpt.text.decoding import ReadCounts, replace_surrogates
 from minigpt.text.instructions import FIELDS, BadRecord, Parsed, parse_record
-from minigpt.text.records import json_records, parquet_records
+from minigpt.text.records import BrokenJSON, json_records, parquet_records
 from minigpt.text.sources import find_files, kind_of_file
 
 # With fewer conversations than this, one more or less held out changes too much.
 MIN_CONVERSATIONS_TO_HOLD_OUT = 10
 _HASH_BYTES = 16
+
+
+class Shaped(Protocol):
+    """What a record was parsed to."""
+
+    @property
+    def shape(self) -> str:
+        """The fields that it was read from."""
+        ...
+
+
+class Asked(Protocol):
+    """What begins with a question."""
+
+    @property
+    def question(self) -> str:
+        """The first message of the user."""
+        ...
+
+
+T = TypeVar("T")
+P = TypeVar("P", bound=Shaped)
+A = TypeVar("A", bound=Asked)
+Parse = Callable[[Mapping[str, Any], Mapping[str, str], str | None], P]
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,15 @@ class ChatCounts(ReadCounts):
         self.skipped[reason] += 1
         self.first_skipped = self.first_skipped or message
 
+    def is_new(self, messages: Iterable[Message], *others: str) -> bool:
+        """Tell whether these messages, with whatever else makes a row what it is, come for the first time; count it."""
+        content = json.dumps([*((message.role, message.content.strip()) for message in messages), *others])
+        digest = hashlib.blake2b(content.encode("utf-8"), digest_size=_HASH_BYTES).digest()
+        self.duplicates += digest in self.seen
+        new = digest not in self.seen
+        self.seen.add(digest)
+        return new
+
     def notes(self) -> list[str]:
         """Say in a few words each what was left out or mended; nothing where nothing was."""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.most_common())
@@ -111,18 +144,26 @@ def read_conversations(path: Path, options: ChatOptions, counts: ChatCounts) -> 
     Errors: DataError with file and line for a row that holds none, unless such rows are skipped; broken JSON in an
     array ends the file in any case.
     """
+    for where, parsed in parsed_records(path, options, counts, parse_record):
+        yield from _kept(parsed, where, path, counts)
+
+
+def parsed_records(path: Path, options: ChatOptions, counts: ChatCounts, parse: Parse[P]) -> Iterator[tuple[str, P]]:
+    """Yield where and what `parse` makes of each record, given it, our names and the shape of those before it.
+
+    Errors: as for `read_conversations`.
+    """
     shapes = counts.shapes.setdefault(str(path), Counter())
     for where, record in _records(path, options, counts):
-        usual = next(iter(shapes), None)
         try:
-            parsed = parse_record(record, options.mapping, usual)
+            parsed = parse(record, options.mapping, next(iter(shapes), None))
         except BadRecord as bad:
             if not options.skip_bad:
                 raise DataError(f"{where}: {bad}") from None
             counts.skip(bad.reason, f"{where}: {bad}")
             continue
         shapes[parsed.shape] += 1
-        yield from _kept(parsed, where, path, counts)
+        yield where, parsed
 
 
 def _records(path: Path, options: ChatOptions, counts: ChatCounts) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -132,7 +173,7 @@ def _records(path: Path, options: ChatOptions, counts: ChatCounts) -> Iterator[t
     if options.skip_bad:
 
         def skip(error: DataError) -> None:
-            counts.skip("broken JSON" if "broken JSON" in str(error) else "no object", str(error))
+            counts.skip("broken JSON" if isinstance(error, BrokenJSON) else "no object", str(error))
 
     return json_records(path, counts, skip)
 
@@ -143,20 +184,16 @@ def _kept(parsed: Parsed, where: str, path: Path, counts: ChatCounts) -> Iterato
         return
     counts.unanswered += parsed.unanswered
     for turns in parsed.conversations:
-        messages = tuple(Message(turn.role, replace_surrogates(turn.content, counts)) for turn in turns)
-        digest = _digest(messages)
-        if digest in counts.seen:
-            counts.duplicates += 1
-            continue
-        counts.seen.add(digest)
-        counts.conversations += 1
-        counts.turns += len(messages)
-        yield Conversation(where, messages, str(path))
+        messages = mended(turns, counts)
+        if counts.is_new(messages):
+            counts.conversations += 1
+            counts.turns += len(messages)
+            yield Conversation(where, messages, str(path))
 
 
-def _digest(messages: Iterable[Message]) -> bytes:
-    content = json.dumps([(message.role, message.content.strip()) for message in messages])
-    return hashlib.blake2b(content.encode("utf-8"), digest_size=_HASH_BYTES).digest()
+def mended(turns: Iterable[Message], counts: ReadCounts) -> tuple[Message, ...]:
+    """Return messages without lone surrogates, which are counted."""
+    return tuple(Message(turn.role, replace_surrogates(turn.content, counts)) for turn in turns)
 
 
 def load_conversations(
@@ -167,29 +204,40 @@ def load_conversations(
     Errors: DataError as for reading one, and when no conversation is left.
     """
     counts = counts if counts is not None else ChatCounts()
+    advice = "give records with messages, or with a prompt and an answer"
+    return load_rows(sources, counts, lambda file: read_conversations(file, options, counts), "conversation", advice)
+
+
+def load_rows(
+    sources: Sequence[str | Path], counts: ChatCounts, read: Callable[[Path], Iterator[T]], what: str, advice: str
+) -> list[T]:
+    """Read all files that sources name with `read`, in order; where nothing is left, `what` and `advice` say so.
+
+    Errors: DataError as `read` raises it, and when nothing is left.
+    """
     files = find_files(sources, kinds=("json", "parquet"))
-    conversations = [found for file in files for found in read_conversations(file, options, counts)]
-    if not conversations:
+    rows = [found for file in files for found in read(file)]
+    if not rows:
         names = ", ".join(str(file) for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         if counts.first_skipped is not None:
-            raise DataError(f"{names}: no conversation is left; the first bad row: {counts.first_skipped}")
-        raise DataError(f"{names}: no conversation in it; give records with messages, or with a prompt and an answer")
-    return conversations
+            raise DataError(f"{names}: no {what} is left; the first bad row: {counts.first_skipped}")
+        raise DataError(f"{names}: no {what} in it; {advice}")
+    return rows
 
 
 @dataclass(frozen=True)
-class ChatSplit:
-    """Conversations to train on and to hold out.
+class Split(Generic[A]):
+    """Conversations, or other rows that begin with a question, to train on and to hold out.
 
     ``leaks`` of them could have been held out but for others that ask the same; they stay in training.
     """
 
-    train: list[Conversation]
-    held_out: list[Conversation]
+    train: list[A]
+    held_out: list[A]
     leaks: int
 
 
-def split_conversations(conversations: Sequence[Conversation], share: float) -> ChatSplit:
+def split_conversations(conversations: Sequence[A], share: float) -> Split[A]:
     """Hold out about a share of the conversations, chosen by the hash of their first question.
 
     No first question of the held-out part stands in training, in whatever case and spacing. The choice is the same on a
@@ -216,13 +264,13 @@ def split_conversations(conversations: Sequence[Conversation], share: float) -> 
         if len(held) + len(places) <= wanted:
             held.update(places)
             leaking.remove(places)
-    return ChatSplit(
+    return Split(
         train=[conversation for place, conversation in enumerate(conversations) if place not in held],
         held_out=[conversation for place, conversation in enumerate(conversations) if place in held],
         leaks=sum(map(len, leaking)),
     )
 
 
-def _question_hash(conversation: Conversation) -> bytes:
+def _question_hash(conversation: Asked) -> bytes:
     text = " ".join(conversation.question.split()).casefold()
     return hashlib.blake2b(text.encode("utf-8"), digest_size=_HASH_BYTES).digest()

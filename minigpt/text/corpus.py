@@ -13,28 +13,37 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import filelock
 import numpy as np
 from numpy.typing import NDArray
 
 from minigpt.errors import DataError
 from minigpt.text.decoding import writing
+from minigpt.text.shards import ShardWriter, forget_journal, has_journal, start_again, take_up, write_journal
 from minigpt.text.split import Part, Scan, Share, share_parts
 from minigpt.text.tokenizer import Tokenizer
+from minigpt.text.workers import MOST_PROCESSES, available_cores, encoded
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 1 << 26
 _META_NAME = "corpus.json"
 _BATCH_CHARS = 1 << 20
 _BATCH_PARTS = 1 << 12
-# What a killed run left behind is cleared once nobody can be writing to it any more.
+# Starting a process takes as long as tokenising a few megabytes.
+_BYTES_FOR_PROCESSES = 1 << 24
+_JOURNAL_BATCHES = 16
+# Folders of runs that are at work or were killed: those of the second kind are gone on from.
+_PRIVATE, _RESUMABLE = ".tmp", ".part"
+# What a killed run left behind is cleared once nobody can be writing to it, or will want it, any more.
 _STALE_SECONDS = 3600.0
+_STALE_RESUMABLE_SECONDS = 7 * 24 * 3600.0
 
 
 class TokenArray:
@@ -116,29 +125,55 @@ def build(
 ) -> Corpus:
     """Return the corpus for a scan: the cached one where it is complete, else tokenised now on all cores.
 
-    ``progress`` is called with the bytes of text done, of ``scan.bytes``. Errors: DataError when there is nothing to
-    train on, the files have changed, or the cache cannot be written.
+    A build that was killed goes on where it was. ``progress`` is called with the bytes of text done, of ``scan.bytes``.
+    Errors: DataError when there is nothing to train on, the files have changed, or the cache cannot be written.
     """
     folder = cache_root / _key(scan, tokenizer)
-    if folder.is_dir():
-        try:
-            return Corpus.load(folder)
-        except DataError:  # half-written or damaged: done again
-            with writing(folder):
-                shutil.rmtree(folder)
+    if (corpus := _complete(folder)) is not None:
+        return corpus
     with writing(cache_root):
         cache_root.mkdir(parents=True, exist_ok=True)
         _clear_stale(cache_root)
-        work = cache_root / f"{folder.name}.{secrets.token_hex(4)}.tmp"
-        work.mkdir()
+    with _workspace(folder) as work:
+        if (corpus := _complete(folder)) is not None:  # by a run that has just ended
+            return corpus
+        try:
+            with writing(work):
+                shutil.rmtree(folder, ignore_errors=True)  # half-written or damaged: done again
+                work.mkdir(exist_ok=True)
+            meta = _write_shards(scan, tokenizer, work, shard_tokens, progress)
+            with writing(work):
+                _write_meta(work / _META_NAME, meta)
+            _publish(work, folder)
+        finally:
+            if not has_journal(work):
+                shutil.rmtree(work, ignore_errors=True)
+        return Corpus.load(folder)
+
+
+def _complete(folder: Path) -> Corpus | None:
     try:
-        meta = _write_shards(scan, tokenizer, work, shard_tokens, progress)
-        with writing(work):
-            _write_meta(work / _META_NAME, meta)
-        _publish(work, folder)
+        return Corpus.load(folder)
+    except DataError:
+        return None
+
+
+@contextmanager
+def _workspace(folder: Path) -> Iterator[Path]:
+    """Give the folder to write a corpus in: the one that a killed run may have begun, unless another run is at it now.
+
+    Two that make the same corpus at once each write their own; the first to be done is taken.
+    """
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except (filelock.Timeout, OSError, NotImplementedError):
+        yield folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{_PRIVATE}")
+        return
+    try:
+        yield folder.with_name(folder.name + _RESUMABLE)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return Corpus.load(folder)
+        lock.release()
 
 
 def _key(scan: Scan, tokenizer: Tokenizer) -> str:
@@ -160,16 +195,20 @@ def _publish(work: Path, folder: Path) -> None:
         if not folder.is_dir():
             raise DataError(f"cannot write {folder}: {error.strerror}; choose another cache folder") from error
         # Another run finished the same corpus first; its content is the same.
+        forget_journal(work)
+    else:
+        forget_journal(folder)
 
 
 def _clear_stale(cache_root: Path) -> None:
-    for folder in cache_root.glob("*.tmp"):
-        try:
-            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-        except OSError:  # the run it belongs to has just finished with it
-            continue
-        if time.time() - newest > _STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+    for pattern, seconds in ((f"*{_PRIVATE}", _STALE_SECONDS), (f"*{_RESUMABLE}", _STALE_RESUMABLE_SECONDS)):
+        for folder in cache_root.glob(pattern):
+            try:
+                newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            except OSError:  # the run it belongs to has just finished with it
+                continue
+            if time.time() - newest > seconds:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_shards(
@@ -179,16 +218,22 @@ def _write_shards(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     shares: tuple[Share, ...] = ("train", "val")
     with ExitStack() as stack:
-        writers = {
-            share: stack.enter_context(closing(_ShardWriter(work, share, dtype, shard_tokens))) for share in shares
+        writers: dict[str, ShardWriter] = {
+            share: stack.enter_context(closing(ShardWriter(work, share, dtype, shard_tokens))) for share in shares
         }
-        for batch in _batches(share_parts(scan)):
-            encoded = tokenizer.encode_batch([part.text for part in batch], [not part.starts for part in batch])
+        parts, done = _parts_left(scan, work, writers, shard_tokens)
+        batches = ((batch, _texts(batch)) for batch in _batches(parts))
+        encodings = stack.enter_context(closing(encoded(tokenizer, batches, _processes(scan))))
+        for count, (batch, arrays) in enumerate(encodings, start=1):
+            done += len(batch)
             with writing(work):
                 for share in shares:
-                    writers[share].write(_share_ids(batch, encoded, share, tokenizer.end_of_text_id))
+                    writers[share].write(_share_ids(batch, arrays, share, tokenizer.end_of_text_id))
             for part in batch:
                 writers[part.share].bytes += len(part.text.encode("utf-8"))
+            if work.suffix == _RESUMABLE and count % _JOURNAL_BATCHES == 0:
+                with writing(work):
+                    write_journal(work, done, writers, shard_tokens)
             if progress is not None:
                 progress(sum(writer.bytes for writer in writers.values()))
         with writing(work):
@@ -198,9 +243,35 @@ def _write_shards(
         raise DataError(f"{', '.join(scan.files[:3])}: nothing is left to train on; give more text or hold out less")
     meta: dict[str, Any] = {"format": FORMAT_VERSION, "dtype": dtype.name, "documents": scan.documents}
     meta |= {"split": scan.split, "val_fraction": scan.val_fraction}
-    for share, writer in writers.items():
-        meta |= {f"{share}_tokens": writer.tokens, f"{share}_bytes": writer.bytes, f"{share}_shards": writer.shards}
+    for name, writer in writers.items():
+        meta |= {f"{name}_tokens": writer.tokens, f"{name}_bytes": writer.bytes, f"{name}_shards": writer.shards}
     return meta
+
+
+def _parts_left(
+    scan: Scan, work: Path, writers: Mapping[str, ShardWriter], shard_tokens: int
+) -> tuple[Iterator[Part], int]:
+    """Return the parts that are still to be tokenised, and how many an earlier run has done."""
+    with writing(work):
+        done = take_up(work, writers, shard_tokens)
+    parts = share_parts(scan)
+    found = dict.fromkeys(writers, 0)
+    for part in islice(parts, done):
+        found[part.share] += len(part.text.encode("utf-8"))
+    if found != {share: writer.bytes for share, writer in writers.items()}:  # cut otherwise by another version
+        with writing(work):
+            start_again(work, writers)
+        return share_parts(scan), 0
+    return parts, done
+
+
+def _processes(scan: Scan) -> int:
+    """Choose how many processes tokenise: small texts are done before another one has started."""
+    return min(available_cores(), MOST_PROCESSES) if scan.bytes >= _BYTES_FOR_PROCESSES else 1
+
+
+def _texts(batch: list[Part]) -> tuple[list[str], list[bool]]:
+    return [part.text for part in batch], [not part.starts for part in batch]
 
 
 def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
@@ -217,49 +288,9 @@ def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _share_ids(batch: list[Part], encoded: list[list[int]], share: Share, end_of_text_id: int) -> NDArray[np.int64]:
-    rows = [
-        ids if part.text else [end_of_text_id] for part, ids in zip(batch, encoded, strict=True) if part.share == share
-    ]
-    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=sum(map(len, rows)))
-
-
-class _ShardWriter:
-    """Ids of one share into files of at most ``shard_tokens`` ids."""
-
-    def __init__(self, folder: Path, share: Share, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        self._folder, self._share, self._dtype, self._shard_tokens = folder, share, dtype, shard_tokens
-        self._file: BinaryIO | None = None
-        self._room = 0
-        self.shards = 0
-        self.tokens = 0
-        self.bytes = 0
-
-    def write(self, ids: NDArray[np.int64]) -> None:
-        position = 0
-        while position < len(ids):
-            if self._file is None:
-                path = self._folder / f"{self._share}-{self.shards:05d}.bin"
-                self._file, self._room = path.open("wb"), self._shard_tokens
-                self.shards += 1
-            part = ids[position : position + self._room]
-            self._file.write(part.astype(self._dtype).tobytes())
-            position += len(part)
-            self.tokens += len(part)
-            self._room -= len(part)
-            if not self._room:
-                self.finish_file()
-
-    def finish_file(self) -> None:
-        """Bring the open file to the disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self.close()
-
-    def close(self) -> None:
-        """Let go of the open file, finished or not."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            with suppress(OSError):  # what is left in the buffer of a full disk
-                file.close()
+def _share_ids(
+    batch: list[Part], arrays: list[NDArray[np.uint32]], share: Share, end_of_text_id: int
+) -> NDArray[np.uint32]:
+    end = np.array([end_of_text_id], dtype=np.uint32)
+    rows = [ids if part.text else end for part, ids in zip(batch, arrays, strict=True) if part.share == share]
+    return np.concatenate(rows) if rows else end[:0]

@@ -57,11 +57,16 @@ def encode_conversations(
         if one is not None:
             encoded.append(one)
     if not encoded:
-        raise DataError(
-            f"no answer is left in a context of {context:,} tokens: all {counts.dropped:,} conversations have longer "
-            "questions; choose a larger --context, or give shorter conversations"
-        )
+        raise nothing_left(context, counts)
     return encoded
+
+
+def nothing_left(context: int, counts: FitCounts) -> DataError:
+    """Say that no conversation has an answer within the context."""
+    return DataError(
+        f"no answer is left in a context of {context:,} tokens: in all {counts.dropped:,} conversations what comes "
+        "before it is longer; choose a larger --context, or give shorter conversations"
+    )
 
 
 def fit(messages: Sequence[Message], template: ChatTemplate, context: int, counts: FitCounts) -> Encoded | None:
@@ -70,7 +75,7 @@ def fit(messages: Sequence[Message], template: ChatTemplate, context: int, count
     encoded = _encode(messages, template)
     too_long = len(encoded.ids) > limit
     if too_long:
-        encoded = _encode(_shortened(messages, template, limit), template)
+        encoded = _encode(shortened(messages, template, limit), template)
         encoded = _up_to_last_target(encoded.ids[:limit], encoded.trained[:limit])
     if len(encoded.ids) < 2:  # a first id is never predicted
         counts.dropped += 1
@@ -91,8 +96,10 @@ def _up_to_last_target(ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> En
     return Encoded(ids[:end], trained[:end])
 
 
-def _shortened(messages: Sequence[Message], template: ChatTemplate, limit: int) -> list[Message]:
-    """Take away the oldest turns, and where the newest is still too long, the beginning of its question."""
+def shortened(messages: Sequence[Message], template: ChatTemplate, limit: int) -> list[Message]:
+    """Take away the oldest turns until `limit` ids are left, and where the newest turn is still too long, the beginning
+    of its question.
+    """
     head = [message for message in messages[:1] if message.role == "system"]
     first = first_turn_kept(messages, lambda first: len(_encode([*head, *messages[first:]], template).ids) <= limit)
     question, *answers = messages[first:]

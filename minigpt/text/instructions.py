@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from minigpt.errors import DataError
 from minigpt.text.chat import Message
+from minigpt.text.decoding import replace_surrogates
 from minigpt.text.records import kind_of, quoted
 
 # Looked for in this order; a record with fields of several shapes is read as the first of them.
@@ -21,7 +23,7 @@ LISTS = ("messages", "conversations")
 PROMPTS = ("instruction", "prompt", "question", "input")
 ANSWERS = ("output", "completion", "response", "answer", "chosen")
 BESIDE = ("input", "context")  # what a prompt works on
-_OTHERS = ("instances", "system", "history", "tools", "label", "role", "content")
+_OTHERS = ("instances", "system", "history", "tools", "label", "rejected", "role", "content")
 FIELDS = tuple(dict.fromkeys((*LISTS, *PROMPTS, *BESIDE, *ANSWERS, *_OTHERS)))
 
 _PARTNERS = {"instruction": "output", "prompt": "response", "question": "answer", "input": "output"}
@@ -46,9 +48,9 @@ _WITHOUT = "go on without them with --skip-bad"
 class BadRecord(Exception):
     """What is wrong with a record and what to do; ``reason`` says it in few words, for counting."""
 
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
+    def __init__(self, reason: str, fault: str, advice: str = "") -> None:
+        super().__init__(f"{fault}; {advice}" if advice else fault)
+        self.reason, self.fault = reason, fault
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,32 @@ def parse_record(raw: Mapping[str, Any], mapping: Mapping[str, str], usual: str 
     )
 
 
+def parse_messages(value: object, where: str) -> list[Message]:
+    """Read a conversation that goes on, from parsed JSON: a list of turns, or an object that holds one.
+
+    Roles come in any order, and texts may be empty. What is no conversation is a DataError that names ``where``.
+    """
+    raw = value if isinstance(value, dict) else {"messages": value}
+    record = _Record(raw, {})
+    field = record.first(LISTS)
+    if field is None and raw is value:
+        raise DataError(f'{where}: no field "messages" (found: {quoted(list(raw))}); give a conversation')
+    if field is None or not isinstance(raw[field], list) or not raw[field]:
+        raise DataError(f'{where}: not a conversation; give [{{"role": "user", "content": "…"}}, …]')
+    try:
+        return [Message(message.role, replace_surrogates(message.content)) for message in record.messages(field)]
+    except BadRecord as bad:
+        raise DataError(f"{where}: {bad.fault}") from None
+
+
 def joined(instruction: str, given: str) -> str:
     """Put an instruction and what it works on into one user message, a blank line between them."""
     return "\n\n".join(text for text in (instruction, given) if text.strip())
+
+
+def role_named(name: Any) -> str | None:
+    """Return our name for a role that files call by this one."""
+    return _ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
 
 
 class _Record:
@@ -125,34 +150,38 @@ class _Record:
         return value
 
     def turns(self, field: str) -> list[Message]:
+        """Return the messages of a field, where none but a system message, which is left out, may be empty."""
+        messages = self.messages(field)
+        for number, message in enumerate(messages, start=1):
+            if not message.content.strip() and message.role in ("user", "assistant"):
+                raise _empty(message.role, f"message {number} ({message.role})")
+        return [message for message in messages if message.content.strip() or message.role != "system"]
+
+    def messages(self, field: str) -> list[Message]:
         """Return the messages of a field that must hold a list of them, or one."""
         value = self.fields[field]
         if not isinstance(value, dict | list):
             raise _bad("no text", f"{self.called(field)} holds {kind_of(value)}, not a list of messages")
         items = [value] if isinstance(value, dict) else value
-        messages = [self.message(item, number) for number, item in enumerate(items, start=1)]
-        return [message for message in messages if message.content.strip() or message.role != "system"]
+        return [self.message(item, number) for number, item in enumerate(items, start=1)]
 
     def message(self, item: Any, number: int) -> Message:
         """Read one turn: role and content, or from and value."""
         if not isinstance(item, dict):
             raise _bad("no text", f"message {number} is {kind_of(item)}, not an object with role and content")
         name = next((item[key] for key in (self.mapping.get("role"), "role", "from") if key in item), None)
-        role = _ROLE_OF.get(name.strip().lower()) if isinstance(name, str) else None
+        role = role_named(name)
         if role is None:
             found = f"the role {str(name)[:40]!r}" if name is not None else f"no role (found: {quoted(list(item))})"
             raise _bad("unknown role", f"message {number} has {found}; known are {', '.join(_ROLES)}")
         keys = (self.mapping.get("content"), "content", "value")
         content = next((item[key] for key in keys if item.get(key) is not None), None)
         calls = _calls(item, number) if role == "assistant" else []
-        text = "\n".join([*([_content(content, number)] if content or not calls else []), *calls])
-        if not text.strip() and role in ("user", "assistant"):
-            raise _empty(role, f"message {number} ({role})")
-        return Message(role, text)
+        return Message(role, "\n".join([*([_content(content, number)] if content or not calls else []), *calls]))
 
 
 def _bad(reason: str, text: str) -> BadRecord:
-    return BadRecord(reason, f"{text}; mend such rows, or {_WITHOUT}")
+    return BadRecord(reason, text, f"mend such rows, or {_WITHOUT}")
 
 
 def _empty(role: str, what: str) -> BadRecord:

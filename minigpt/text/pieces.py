@@ -17,10 +17,11 @@ END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARS = 1 << 16
 REACH_CHARS = 1 << 20
 
+# After a line end between two visible characters: a border in every pattern in use, GPT-2's too.
+LINE_BORDER = re.compile(r"(?<=\S\n)(?=\S)")
 # Places to cut, best first. Each is tried in the whole window before the next one.
 _CUTS = (
-    # after a line end between two visible characters: a border in every pattern in use, GPT-2's too
-    re.compile(r"(?<=\S\n)(?=\S)"),
+    LINE_BORDER,
     # after a blank line
     re.compile(r"(?<=\n)(?=\S)"),
     # before a single space that begins a word

@@ -22,6 +22,10 @@ _ROWS_PER_BATCH = 256
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
+class BrokenJSON(DataError):
+    """Text that is no JSON, where a record of another kind is merely a DataError."""
+
+
 def json_texts(path: Path, field: str, counts: ReadCounts) -> Iterator[tuple[str, str]]:
     """Yield where ("c4.jsonl:17") and the text of one field for each object in a JSON file.
 
@@ -69,7 +73,7 @@ def _line_value(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: broken JSON ({_reason(error)}); one object a line is expected") from error
+        raise BrokenJSON(f"{where}: broken JSON ({_reason(error)}); one object a line is expected") from error
 
 
 def _lines(chunks: Iterable[str]) -> Iterator[str]:
@@ -103,18 +107,18 @@ def _array_records(
         try:
             record, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: broken JSON ({_reason(error)}); an array of objects is expected") from error
+            raise BrokenJSON(f"{where}: broken JSON ({_reason(error)}); an array of objects is expected") from error
         if skip is not None and not isinstance(record, dict):
             skip(_no_object(record, where))
         else:
             yield where, _as_object(record, where)
         position = _skip_blank(text, position)
         if text[position : position + 1] not in ("]", ","):
-            raise DataError(f"{where}: broken JSON (no comma after this item); an array of objects is expected")
+            raise BrokenJSON(f"{where}: broken JSON (no comma after this item); an array of objects is expected")
         closed = text[position] == "]"
         position += 1
     if _skip_blank(text, position) != len(text):
-        raise DataError(f"{path}: broken JSON (more text after the array); give one array, or one object a line")
+        raise BrokenJSON(f"{path}: broken JSON (more text after the array); give one array, or one object a line")
 
 
 def _joined(lines: Iterable[str], path: Path) -> str:

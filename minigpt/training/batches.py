@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +21,68 @@ class TokenReader(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]: ...
+
+
+class StepBatch(Protocol):
+    """What one step trains on: tokens whose first dimension is rows; a row may be a pair of answers too."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    def split(self, rows: int) -> Iterator[Self]: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+AnyBatch = TypeVar("AnyBatch", bound=StepBatch)
+MadeBatch = TypeVar("MadeBatch", bound=StepBatch, covariant=True)
+
+
+class BatchSource(Protocol[MadeBatch]):
+    """Batches as a pure function of the step, so that a position in the data is a number."""
+
+    def at(self, step: int) -> MadeBatch: ...
+
+
+@runtime_checkable
+class LiveSource(BatchSource[MadeBatch], Protocol[MadeBatch]):
+    """Batches that depend on the weights as they are: none is made ahead of its step, and what serves several steps is
+    saved with the run's state.
+    """
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def restore(self, tensors: dict[str, Tensor], step: int) -> None: ...
+
+
+class Ahead(Generic[AnyBatch]):
+    """Batches made one step ahead, in a thread of their own, so that training does not wait for the disk.
+
+    A `LiveSource` is asked when its step comes.
+    """
+
+    def __init__(self, source: BatchSource[AnyBatch]) -> None:
+        self.source, self.live = source, isinstance(source, LiveSource)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[AnyBatch]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def at(self, step: int, *, more: bool) -> AnyBatch:
+        """Return the batch of one step; with `more` the next one is begun."""
+        if self.live:
+            return self.source.at(step)
+        made = self._next[1] if self._next is not None and self._next[0] == step else self._begin(step)
+        batch = made.result()
+        self._next = (step + 1, self._begin(step + 1)) if more else None
+        return batch
+
+    def _begin(self, step: int) -> Future[AnyBatch]:
+        return self._thread.submit(self.source.at, step)
 
 
 @dataclass(frozen=True)

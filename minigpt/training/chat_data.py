@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,18 +17,19 @@ from minigpt.text.chat import CHATML, ChatTemplate, chat_template
 from minigpt.text.conversations import (
     ChatCounts,
     ChatOptions,
-    ChatSplit,
     Conversation,
+    Split,
     load_conversations,
     split_conversations,
 )
 from minigpt.text.corpus import Corpus, build
-from minigpt.text.fitting import Encoded, FitCounts, encode_conversations, fit
+from minigpt.text.fitting import Encoded, FitCounts
 from minigpt.text.sources import SourceOptions, find_files
 from minigpt.text.split import scan
 from minigpt.text.tokenizer import Tokenizer
 from minigpt.training.chat_batches import MAX_WEIGHT, ChatSource
-from minigpt.training.packing import PackedRows, row_length
+from minigpt.training.packing import Fitter, PackedRows
+from minigpt.training.packing import pad_id as pad_id
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.runs import CACHE, Reporter
 
@@ -91,11 +91,6 @@ class ChatData:
         return PackedRows(conversations, self.row_length, pad_id=pad_id(self.template.tokenizer))
 
 
-def pad_id(tokenizer: Tokenizer) -> int:
-    """The id that fills a row; padding is known by its place, so any id will do."""
-    return tokenizer.end_of_text_id if tokenizer.pad_id is None else tokenizer.pad_id
-
-
 def read_chat(
     request: ChatRequest,
     tokenizer: Tokenizer,
@@ -114,7 +109,7 @@ def read_chat(
     counts = ChatCounts()
     conversations = load_conversations(request.sources, request.options(), counts)
     split = split_conversations(conversations, request.val_fraction)
-    fitter = _Fitter(conversations, template, context, model.max_position_embeddings)
+    fitter = Fitter(conversations, template, context, model.max_position_embeddings)
     packing = fitter.packed(_by_weight(split.train, request.weights))
     held_out = fitter.cut(split.held_out)
     _tell_data(request, counts, split, report)
@@ -136,44 +131,6 @@ def read_chat(
             "template": "chatml" if template.source == CHATML else "model",
         },
     )
-
-
-class _Fitter:
-    """Conversations encoded once, and the length of a row: the one asked for, or what suits them.
-
-    Errors: ConfigError for rows longer than `most` tokens.
-    """
-
-    def __init__(
-        self, conversations: Sequence[Conversation], template: ChatTemplate, context: int | None, most: int
-    ) -> None:
-        if context is not None and context > most:
-            raise ConfigError(f"context is {context:,}, more than the model's {most:,}; give a smaller --context")
-        encoded = encode_conversations(conversations, template, sys.maxsize - 1, FitCounts())  # whole: none is left out
-        self.template, self.counts = template, FitCounts()
-        self.length = context or row_length([len(one) for one in encoded], most)
-        self._whole = dict(zip(map(id, conversations), encoded, strict=True))
-
-    def cut(self, conversations: Sequence[Conversation]) -> list[Encoded]:
-        """Fit conversations into a row; one that has no answer left is dropped."""
-        found = (
-            whole
-            if len(whole := self._whole[id(one)]) <= self.length
-            else fit(one.messages, self.template, self.length, self.counts)
-            for one in conversations
-        )
-        return [one for one in found if one is not None]
-
-    def packed(self, groups: Mapping[float, Sequence[Conversation]]) -> dict[float, PackedRows]:
-        """Pack each group of conversations; a DataError when nothing is left of all of them."""
-        train = {weight: kept for weight, each in groups.items() if (kept := self.cut(each))}
-        if not train:
-            raise DataError(
-                f"no answer is left in a context of {self.length:,} tokens: all {self.counts.dropped:,} conversations "
-                "have longer questions; choose a larger --context, or give shorter conversations"
-            )
-        pad = pad_id(self.template.tokenizer)
-        return {weight: PackedRows(each, self.length, pad_id=pad) for weight, each in train.items()}
 
 
 def _by_weight(conversations: Sequence[Conversation], weights: Mapping[str, float]) -> dict[float, list[Conversation]]:
@@ -216,7 +173,7 @@ def _digest(conversations: Sequence[Conversation], text: Corpus | None) -> str:
     return digest.hexdigest()
 
 
-def _tell_data(request: ChatRequest, counts: ChatCounts, split: ChatSplit, report: Reporter) -> None:
+def _tell_data(request: ChatRequest, counts: ChatCounts, split: Split[Conversation], report: Reporter) -> None:
     shapes: Counter[str] = sum(counts.shapes.values(), Counter())
     parts = [request.named, " and ".join(shape for shape, _ in shapes.most_common())]
     parts += [f"{counts.conversations:,} conversations of {counts.turns:,} messages", *counts.notes()]

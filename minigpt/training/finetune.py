@@ -5,42 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from minigpt.checkpoint.adapter import fingerprint, save_adapter, save_adapter_config
-from minigpt.checkpoint.base import holds_adapter
-from minigpt.checkpoint.folder import (
-    LoadedModel,
-    load,
-    save_companions,
-    save_description,
-    save_weights,
-)
-from minigpt.config import DTypeName, LoraConfig, SamplingConfig
-from minigpt.errors import DataError, ModelFolderError
+from minigpt.checkpoint.adapter import save_adapter
+from minigpt.checkpoint.folder import LoadedModel, save_weights
+from minigpt.config import DTypeName, SamplingConfig
 from minigpt.evaluation.bits import Score
 from minigpt.inference.engine import collect, stream
-from minigpt.model.lora import add_lora, lora_parameters
 from minigpt.model.loss import IGNORED, token_losses
 from minigpt.model.size import training_bytes
 from minigpt.model.transformer import GPT
+from minigpt.text.chat import ChatTemplate, Message
 from minigpt.text.conversations import Conversation
 from minigpt.text.fitting import Encoded
 from minigpt.text.tokenizer import Tokenizer
 from minigpt.training import probe, runs
 from minigpt.training.chat_batches import ChatBatches, batches_of
 from minigpt.training.chat_data import ChatData, ChatRequest, check_same_data, read_chat
+from minigpt.training.distributed import ALONE, Ranks
 from minigpt.training.objectives import NextToken, NoisyNextToken
 from minigpt.training.packing import PackedRows
 from minigpt.training.plan import Plan
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.runs import Reporter, Run, understanding
 from minigpt.training.trainer import Trainer
+from minigpt.training.tuning import (
+    adapted,
+    adapter_size,
+    asked_before,
+    base_facts,
+    load_base,
+    load_same_base,
+    recorded_lora,
+    save_all_but_weights,
+)
 from minigpt.training.tuning_plan import Rows, TuningRequest, make_tuning_plan, tuning_optimizer
 
 MADE_BY = "finetune"
@@ -75,6 +77,7 @@ def prepare(
     device: torch.device,
     dtype: DTypeName | None,
     report: Reporter,
+    ranks: Ranks = ALONE,
 ) -> ChatRun:
     """Read model and conversations, make the plan, and begin the run's folder; nothing old is lost before that."""
     base = load_base(request, folder)
@@ -85,75 +88,70 @@ def prepare(
         request,
         model=base.model.config,
         base_record=base.record,
-        adapter=_adapter_size(base.model, request),
+        adapter=adapter_size(base.model, request),
         rows=Rows(
             an_epoch=batches.rows_an_epoch,
             length=chat.row_length,
             conversations=chat.facts["conversations"],
             held_out=bool(chat.held_out),
         ),
-        machine=probe.look_at(device, compute, timed=False),
-        measure=lambda rows: probe.training_speed(
-            base.model.config,
-            rows,
-            device,
-            compute,
-            context=chat.row_length,
-            lora=request.lora,
-            optimizer=tuning_optimizer(request, base.record),
+        machine=runs.shared_machine(probe.look_at(device, compute, timed=False), ranks),
+        measure=lambda rows: (
+            ranks.count
+            * probe.training_speed(
+                base.model.config,
+                rows,
+                device,
+                compute,
+                context=chat.row_length,
+                lora=request.lora,
+                optimizer=tuning_optimizer(request, base.record),
+            )
         ),
     )
-    _describe(plan, request, base.model, device, report)
+    plan = runs.shared_plan(plan, ranks)
+    _describe(plan, request, base.model, device, report, ranks)
     base.model.to(device)
     record = runs.new_record(MADE_BY, plan, device, _origin(data, request, base, chat))
-    model = _adapted(base.model, request)
+    model = adapted(base.model, request)
     runs.claim(
         folder,
         record,
-        partial(_save_description, folder, model, base, chat, request, record),
+        partial(save_all_but_weights, folder, model, base, chat.template.tokenizer, request, record),
         keep_text=folder.taken() is None,  # what an old run did not leave is not ours to remove
     )
-    return _run(model.to(device), data, request, chat, plan, folder, record)
+    runs.announce(ranks, MADE_BY, folder, model.to(device), resumed=False)
+    return _run(model, data, request, chat, plan, folder, record, ranks)
 
 
 def resume(
-    folder: RunFolder, record: dict[str, Any], state: runs.State, device: torch.device, report: Reporter
+    folder: RunFolder,
+    record: dict[str, Any],
+    state: runs.State | None,
+    device: torch.device,
+    report: Reporter,
+    ranks: Ranks = ALONE,
 ) -> ChatRun:
-    """Take a run up where it was saved, with the conversations and the plan recorded in its folder."""
+    """Take a run up where it was saved, with the conversations and the plan recorded in its folder.
+
+    Without a state it is at its beginning, as another process has just prepared it.
+    """
     data, request = asked(record, folder)
-    plan = runs.recorded_plan(record, state[1], folder)
+    plan = runs.recorded_plan(record, None if state is None else state[1], folder)
     chat = read_chat(data, Tokenizer.load(folder.path), plan.model, plan.train.context, folder, report)
     with understanding(folder):
         check_same_data(chat, record["chat"]["digest"], data.named)
-    if request.lora is None:
+    if request.lora is None and state is not None:
         model = GPT(plan.model)
     else:
-        base = load_base(request, folder)
-        with understanding(folder):
-            if fingerprint(Path(request.base)) != record["base"]["fingerprint"]:
-                raise DataError(
-                    f"{request.base} has changed since this run began; put the old model back, or start again"
-                )
-        model = _adapted(base.model, request)
-    run = _run(model.to(device), data, request, chat, plan, folder, record)
-    runs.take_up(run, folder, state, report)
-    _describe(plan, request, model, device, report)
+        base = load_same_base(request, record, folder)
+        model = adapted(base.model, request)
+    runs.announce(ranks, MADE_BY, folder, model.to(device), resumed=state is not None)
+    run = _run(model, data, request, chat, plan, folder, record, ranks)
+    if state is not None:
+        runs.take_up(run, folder, state, report)
+    _describe(plan, request, model, device, report, ranks)
     return run
-
-
-def load_base(request: TuningRequest, folder: RunFolder) -> LoadedModel:
-    """Open the model to tune, in float32 and with the dropout that was asked for.
-
-    An adapter is a ModelFolderError, and so is a model in the folder that the run would write over.
-    """
-    path = Path(request.base)
-    if holds_adapter(path):
-        raise ModelFolderError(
-            f"{path} is an adapter; make it a model of its own with minigpt export --merge, or tune its base model"
-        )
-    if path.resolve() == folder.path.resolve():
-        raise ModelFolderError(f"{path} is the model to begin with; write the tuned one elsewhere with -o")
-    return load(path, dtype=torch.float32, dropout=request.dropout)
 
 
 def recorded(folder: RunFolder) -> dict[str, Any] | None:
@@ -165,10 +163,7 @@ def asked(record: dict[str, Any], folder: RunFolder) -> tuple[ChatRequest, Tunin
     """Return what a recorded run was begun with."""
     with understanding(folder):
         data, request = dict(record["data"]), dict(record["request"])
-        lora = request["lora"]
-        if lora is not None:
-            targets = lora["targets"]
-            request["lora"] = LoraConfig(**lora | {"targets": None if targets is None else tuple(targets)})
+        request["lora"] = recorded_lora(request["lora"])
         data |= {"sources": tuple(data["sources"]), "mix": tuple(data["mix"])}
         return ChatRequest(**data), TuningRequest(**request)
 
@@ -179,22 +174,23 @@ def check_same(record: dict[str, Any], folder: RunFolder, data: ChatRequest | No
     if data is not None:
         runs.check_source(data.sources == begun_data.sources, data.named, begun_data.named)
     with understanding(folder):
-        before = record["plan"]["train"] | asdict(begun_data)
-        before |= {name: value for name, value in asdict(begun).items() if value is not None}
-        adapter = {} if begun.lora is None else asdict(begun.lora)
-        before |= {f"lora_{name}": value for name, value in adapter.items()}
-    runs.check_said(before | {"lora": begun.lora is not None}, said)
+        before = asked_before(record, begun, asdict(begun_data))
+    runs.check_said(before, said)
 
 
 def answer(model: GPT, chat: ChatData, conversations: Sequence[Conversation]) -> list[str]:
     """Answer the first question of each conversation with the most likely tokens; training mode comes back."""
+    return answers_to(model, chat.template, [one.messages[: _first_answer(one)] for one in conversations])
+
+
+def answers_to(model: GPT, template: ChatTemplate, prompts: Sequence[Sequence[Message]]) -> list[str]:
+    """Answer prompts with the most likely tokens, a few dozen at most; training mode comes back."""
     training = model.training
     model.eval()
-    prompts = [chat.template.encode(one.messages[: _first_answer(one)]) for one in conversations]
+    ids = [template.encode(prompt) for prompt in prompts]
     sampling = SamplingConfig(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
-    seeds = [0] * len(prompts)
-    events = stream(model, chat.template.tokenizer, prompts, sampling, seeds) if prompts else ()
-    texts = [completion.text for completion in collect(events, len(prompts))]
+    events = stream(model, template.tokenizer, ids, sampling, [0] * len(ids)) if ids else ()
+    texts = [completion.text for completion in collect(events, len(ids))]
     model.train(training)
     return texts
 
@@ -222,17 +218,6 @@ def score_answers(model: GPT, rows: PackedRows, byte_lengths: NDArray[np.int64])
     return Score(nats, tokens, max(1, count))
 
 
-def _adapter_size(model: GPT, request: TuningRequest) -> int | None:
-    return None if request.lora is None else lora_parameters(model, request.lora)
-
-
-def _adapted(model: GPT, request: TuningRequest) -> GPT:
-    """Put fresh adapters into a model where some were asked for."""
-    if request.lora is not None:
-        add_lora(model, request.lora, torch.Generator().manual_seed(request.seed))
-    return model
-
-
 def _batches(data: ChatRequest, chat: ChatData, *, batch_size: int, seed: int) -> ChatBatches:
     text = None if chat.text is None else chat.text.train
     return ChatBatches(chat.sources, batch_size=batch_size, seed=seed, text=text, text_share=data.mix_share)
@@ -246,6 +231,7 @@ def _run(
     plan: Plan,
     folder: RunFolder,
     record: dict[str, Any],
+    ranks: Ranks,
 ) -> ChatRun:
     train, tokenizer = plan.train, chat.template.tokenizer
     lengths = np.zeros(model.config.vocab_size, dtype=np.int64)  # a model may have ids that its tokenizer lacks
@@ -262,6 +248,7 @@ def _run(
         seconds=plan.seconds,
         save=save_weights if request.lora is None else save_adapter,
         score_first=True,
+        ranks=ranks,
     )
     with understanding(folder):
         examples = [Example(**one) for one in record["examples"]]
@@ -301,36 +288,21 @@ def _question(conversation: Conversation) -> str:
     return conversation.messages[_first_answer(conversation) - 1].content
 
 
-def _describe(plan: Plan, request: TuningRequest, model: GPT, device: torch.device, report: Reporter) -> None:
+def _describe(
+    plan: Plan, request: TuningRequest, model: GPT, device: torch.device, report: Reporter, ranks: Ranks
+) -> None:
     train = plan.train
     need = training_bytes(
         plan.model,
-        train.micro_batch_size,
+        ranks.pass_rows(train.batch_size, train.micro_batch_size),
         train.context,
         train.compute_dtype,
         train.optimizer,
         device=device.type,
-        adapter=_adapter_size(model, request),
+        adapter=adapter_size(model, request),
         packed=True,
     )
-    runs.describe(plan, device, need, report)
-
-
-def _save_description(
-    folder: RunFolder,
-    model: GPT,
-    base: LoadedModel,
-    chat: ChatData,
-    request: TuningRequest,
-    record: dict[str, Any],
-) -> None:
-    """Write everything of the folder but the weights."""
-    tokenizer = chat.template.tokenizer
-    if request.lora is None:
-        save_description(folder.path, model.config, tokenizer, record, base.generation)
-    else:
-        save_adapter_config(folder.path, model, request.lora, Path(request.base))
-        save_companions(folder.path, tokenizer, record, base.generation)
+    runs.describe(plan, device, need, report, ranks)
 
 
 def _origin(data: ChatRequest, request: TuningRequest, base: LoadedModel, chat: ChatData) -> dict[str, Any]:
@@ -344,6 +316,6 @@ def _origin(data: ChatRequest, request: TuningRequest, base: LoadedModel, chat: 
         "data": asdict(data),
         "request": asdict(request),
         "chat": chat.facts,
-        "base": {"folder": request.base, "fingerprint": fingerprint(base.folder), "record": base.record},
+        "base": base_facts(request, base),
         "examples": [asdict(example) for example in examples],
     }

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minigpt.training.distributed import cut_like, whole_tensor
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, with the steepest slope at zero
 ITERATIONS = 5
 EPSILON = 1e-7
@@ -23,7 +25,8 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) with Nesterov momentum and AdamW's decoupled decay.
 
     Steps are scaled by 0.2 sqrt(max(rows, columns)), so that a learning rate means what it does for AdamW (Liu et al.
-    2025, "Muon is Scalable for LLM Training"). `params` are matrices; `dtype` is what the iteration computes in.
+    2025, "Muon is Scalable for LLM Training"). `params` are matrices; `dtype` is what the iteration computes in. Of
+    matrices that are cut over several processes the momentum is cut as well, and the iteration runs on whole ones.
     """
 
     def __init__(
@@ -39,13 +42,13 @@ class Muon(torch.optim.Optimizer):
             alike: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    update = self._momentum(weight, weight.grad, group["momentum"])
+                    update = whole_tensor(self._momentum(weight, weight.grad, group["momentum"]))
                     wide = update if update.shape[0] <= update.shape[1] else update.t()
                     alike[wide.shape[0], wide.shape[1]].append((weight, wide))
             for members in alike.values():
                 steps = orthogonalize(torch.stack([wide for _, wide in members]), group["dtype"])
                 for (weight, wide), step in zip(members, steps, strict=True):
-                    _apply(weight, step if wide.shape == weight.shape else step.t(), group)
+                    _apply(weight, cut_like(step if wide.shape == weight.shape else step.t(), weight), group)
 
     def _momentum(self, weight: nn.Parameter, gradient: Tensor, momentum: float) -> Tensor:
         state = self.state[weight]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from minigpt.model.loss import IGNORED, loss_sum
 from minigpt.model.transformer import GPT
-from minigpt.training.batches import Batch
+from minigpt.training.batches import Batch, StepBatch
+
+ReadBatch = TypeVar("ReadBatch", bound=StepBatch, contravariant=True)
 
 
-class Objective(Protocol):
-    """The loss of a step is `loss_sum` over its micro-batches, divided by their `weight` in all."""
+class Objective(Protocol[ReadBatch]):
+    """The loss of a step is `loss_sum` over its micro-batches, divided by their `weight` in all.
 
-    def weight(self, batch: Batch) -> float: ...
+    `weight` begins a step, also one that is begun again; `figures` says what is worth saying of the step beyond its
+    loss: scalars on the model's device, by name.
+    """
 
-    def loss_sum(self, model: GPT, batch: Batch) -> Tensor: ...
+    def weight(self, batch: ReadBatch) -> float: ...
+
+    def loss_sum(self, model: GPT, batch: ReadBatch) -> Tensor: ...
+
+    def figures(self) -> dict[str, Tensor]: ...
 
 
 class NextToken:
@@ -31,6 +39,10 @@ class NextToken:
         """Sum their losses."""
         hidden = model.model(batch.tokens, documents=batch.documents)
         return loss_sum(hidden, model.lm_head.weight, batch.targets, model.model.kernels.slope)
+
+    def figures(self) -> dict[str, Tensor]:
+        """Nothing: the loss says it all."""
+        return {}
 
 
 class NoisyNextToken(NextToken):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minigpt.config import ScheduleName, TrainConfig
+from minigpt.training.distributed import cut_like
 from minigpt.training.muon import Muon
 
 MUON_MOMENTUM = 0.95
@@ -92,9 +93,10 @@ def restore_optimizers(model: nn.Module, optimizers: list[torch.optim.Optimizer]
     saved = {name for name in tensors if name.startswith("optimizer.")}
     if saved and saved != places.keys():
         raise ValueError(f"{min(saved ^ places.keys())} is missing or unknown")
-    for name in saved:
+    for name in sorted(saved):  # the order in which several ranks will save them, the same on each
         optimizer, weight, key = places[name]
         if tensors[name].shape != (() if key == "step" else weight.shape):
             raise ValueError(f"{name} has another shape")
         # A copy: what was read may be a map of the file that the next save replaces.
-        optimizer.state[weight][key] = tensors[name].to(weight.device, copy=True)
+        saved_one = tensors[name] if key == "step" else cut_like(tensors[name], weight)
+        optimizer.state[weight][key] = saved_one.to(weight.device, copy=True)

@@ -7,14 +7,19 @@ by its id: the id that ends an answer may be the same one.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minigpt.text.fitting import Encoded
+from minigpt.errors import ConfigError
+from minigpt.text.chat import ChatTemplate
+from minigpt.text.conversations import Conversation
+from minigpt.text.fitting import Encoded, FitCounts, encode_conversations, fit, nothing_left
+from minigpt.text.tokenizer import Tokenizer
 
 MAX_ROW = 2_048  # positions, when nobody asks for more: attention is masked between documents, but paid for
 ROW_MULTIPLE = 64
@@ -121,3 +126,47 @@ class PackedRows:
                 start = part.stop
             documents[number, start:] = len(row)
         return Arrays(tokens, targets, documents)
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+    """The id that fills a row; padding is known by its place, so any id will do."""
+    return tokenizer.end_of_text_id if tokenizer.pad_id is None else tokenizer.pad_id
+
+
+class Fitter:
+    """Conversations encoded once, and the length of a row: the one asked for, or what suits them.
+
+    ``lengths`` are those of the whole conversations, in ids; ``counts`` says how many were cut to fit, or dropped.
+    Errors: ConfigError for rows longer than ``most`` tokens.
+    """
+
+    def __init__(
+        self, conversations: Sequence[Conversation], template: ChatTemplate, context: int | None, most: int
+    ) -> None:
+        if context is not None and context > most:
+            raise ConfigError(f"context is {context:,}, more than the model's {most:,}; give a smaller --context")
+        encoded = encode_conversations(conversations, template, sys.maxsize - 1, FitCounts())  # whole: none is left out
+        self.template, self.counts = template, FitCounts()
+        self.length = context or row_length([len(one) for one in encoded], most)
+        self.lengths = [len(one.ids) for one in encoded]
+        self._whole = dict(zip(map(id, conversations), encoded, strict=True))
+
+    def one(self, conversation: Conversation, counts: FitCounts | None = None) -> Encoded | None:
+        """Fit a conversation into a row; None where it has no answer left."""
+        whole = self._whole[id(conversation)]
+        if len(whole) <= self.length:
+            return whole
+        return fit(conversation.messages, self.template, self.length, FitCounts() if counts is None else counts)
+
+    def cut(self, conversations: Sequence[Conversation]) -> list[Encoded]:
+        """Fit conversations into rows, and count; those without an answer left are dropped."""
+        found = (self.one(conversation, self.counts) for conversation in conversations)
+        return [one for one in found if one is not None]
+
+    def packed(self, groups: Mapping[float, Sequence[Conversation]]) -> dict[float, PackedRows]:
+        """Pack each group of conversations; a DataError when nothing is left of all of them."""
+        kept = {weight: each for weight, group in groups.items() if (each := self.cut(group))}
+        if not kept:
+            raise nothing_left(self.length, self.counts)
+        pad = pad_id(self.template.tokenizer)
+        return {weight: PackedRows(each, self.length, pad_id=pad) for weight, each in kept.items()}

@@ -29,7 +29,8 @@ STEPS_WANTED = 1_500  # a batch is made no larger than leaves about this many st
 EVALUATIONS = 16
 EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
 FREE_MEMORY_SHARE = 0.7
-COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes
+COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes,
+CPU_COMPILE_SECONDS = 600.0  # and one on a CPU this long, which gains less
 LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
 LEARNING_RATE_WIDTH = 128
 MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
@@ -113,13 +114,18 @@ def _check_settings(request: Request) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the plan needs to know of the device: its speed in FLOP/s on a small model, and its free memory in bytes."""
+    """What the plan needs to know of the device: its speed in FLOP/s on a small model, and its free memory in bytes.
+
+    `shards` is the number of processes that a model is cut over.
+    """
 
     flops: float
     free_memory: int
     compute_dtype: DTypeName
     default_minutes: float
     device_type: str = "cpu"
+    has_compiler: bool = False  # for C++, which torch.compile needs on a CPU
+    shards: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +192,7 @@ def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Mac
     size = parameters(config)
     seen = _budget_tokens(request, config, train_tokens, machine)
     wanted = size * min(20.0, max(1.0, math.sqrt(size / 1e6)))
-    memory = training_bytes(
-        config, 1, config.max_position_embeddings, machine.compute_dtype, device=machine.device_type
-    )
+    memory = _need(config, config.max_position_embeddings, machine)(1)
     return seen >= wanted and size <= 25 * train_tokens and memory < FREE_MEMORY_SHARE * machine.free_memory
 
 
@@ -236,7 +240,7 @@ def make_plan(
         "warmup_steps": max(1, min(200, steps // 30)),
         "eval_every": max(1, math.ceil(steps / EVALUATIONS)),
         "compute_dtype": machine.compute_dtype,
-        "compile": machine.device_type == "cuda" and long_enough_to_compile(steps, seconds),
+        "compile": long_enough_to_compile(machine, steps, seconds),
     }
     config = from_mapping(TrainConfig, {**values, **request.train}, "train")
     forward_share = 3.0 * EVALUATION_SHARE / EVALUATIONS / 2  # a forward pass is a third; windows overlap by half
@@ -262,9 +266,11 @@ def learning_rate(model: ModelConfig) -> float:
     return round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / model.hidden_size), 6)
 
 
-def long_enough_to_compile(steps: int, seconds: float | None) -> bool:
-    """Tell whether a run earns back what compiling takes."""
-    return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
+def long_enough_to_compile(machine: Machine, steps: int, seconds: float | None) -> bool:
+    """Tell whether a run of so many steps, or seconds where they are its budget, earns back what compiling takes."""
+    if machine.device_type == "cuda":
+        return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
+    return machine.has_compiler and seconds is not None and seconds >= CPU_COMPILE_SECONDS
 
 
 def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:
@@ -288,7 +294,9 @@ def _need(model: ModelConfig, context: int, machine: Machine) -> Callable[[int],
     """The bytes that training takes with so many rows at a time."""
 
     def need(rows: int) -> int:
-        return training_bytes(model, rows, context, machine.compute_dtype, device=machine.device_type)
+        return training_bytes(
+            model, rows, context, machine.compute_dtype, device=machine.device_type, shards=machine.shards
+        )
 
     return need
 

@@ -23,6 +23,7 @@ from minigpt.text.split import Scan, scan, training_sample
 from minigpt.text.tokenizer import Tokenizer
 from minigpt.training import probe, runs
 from minigpt.training.batches import CorpusBatches
+from minigpt.training.distributed import ALONE, Ranks
 from minigpt.training.objectives import NextToken
 from minigpt.training.plan import EVALUATIONS, Plan, Request, choose_model, make_plan, vocabulary_size
 from minigpt.training.run_folder import RunFolder
@@ -79,6 +80,7 @@ def prepare(
     device: torch.device,
     dtype: DTypeName | None,
     report: Reporter,
+    ranks: Ranks = ALONE,
 ) -> TextRun:
     """Read the text, make tokenizer, corpus and plan, and begin the run's folder; nothing old is lost before that."""
     found = _read(data, folder, report)
@@ -86,7 +88,7 @@ def prepare(
     corpus = _corpus(found, tokenizer, folder, report)
     compute = dtype or probe.fast_dtype(device)
     timed = request.steps is None and request.tokens is None and request.epochs is None
-    machine = probe.look_at(device, compute, timed=timed)
+    machine = runs.shared_machine(probe.look_at(device, compute, timed=timed), ranks)
     model, why = choose_model(request, tokenizer.vocab_size, len(corpus.train), machine)
     plan = make_plan(
         request,
@@ -94,11 +96,15 @@ def prepare(
         model_why=why,
         train_tokens=len(corpus.train),
         machine=machine,
-        measure=lambda shape, rows, context: probe.training_speed(
-            shape, rows, device, compute, context=context, optimizer=request.train.get("optimizer", "muon")
+        measure=lambda shape, rows, context: (
+            ranks.count
+            * probe.training_speed(
+                shape, rows, device, compute, context=context, optimizer=request.train.get("optimizer", "muon")
+            )
         ),
     )
-    _describe(plan, device, report)
+    plan = runs.shared_plan(plan, ranks)
+    _describe(plan, device, report, ranks)
     record = runs.new_record(MADE_BY, plan, device, _origin(data, request, found, corpus))
     runs.claim(
         folder,
@@ -106,22 +112,39 @@ def prepare(
         lambda: save_description(folder.path, model, tokenizer, record),
         keep_text=not data.sources or folder.taken() is None,  # what an old run did not leave is not ours to remove
     )
-    gpt = GPT(model)
-    gpt.initialize(torch.Generator().manual_seed(request.seed))
-    return _run(gpt.to(device), tokenizer, corpus, plan, folder, record)
+    gpt = _fresh(plan).to(device)
+    runs.announce(ranks, MADE_BY, folder, gpt, resumed=False)
+    return _run(gpt, tokenizer, corpus, plan, folder, record, ranks)
 
 
 def resume(
-    folder: RunFolder, record: dict[str, Any], state: runs.State, device: torch.device, report: Reporter
+    folder: RunFolder,
+    record: dict[str, Any],
+    state: runs.State | None,
+    device: torch.device,
+    report: Reporter,
+    ranks: Ranks = ALONE,
 ) -> TextRun:
-    """Take a run up where it was saved, with the corpus, split and plan recorded in its folder."""
+    """Take a run up where it was saved, with the corpus, split and plan recorded in its folder.
+
+    Without a state it is at its beginning, as another process has just prepared it.
+    """
     tokenizer = Tokenizer.load(folder.path)
     corpus = _recorded_corpus(record, tokenizer, folder, report)
-    plan = runs.recorded_plan(record, state[1], folder)
-    run = _run(GPT(plan.model).to(device), tokenizer, corpus, plan, folder, record)
-    runs.take_up(run, folder, state, report)
-    _describe(plan, device, report)
+    plan = runs.recorded_plan(record, None if state is None else state[1], folder)
+    model = (_fresh(plan) if state is None else GPT(plan.model)).to(device)
+    runs.announce(ranks, MADE_BY, folder, model, resumed=state is not None)
+    run = _run(model, tokenizer, corpus, plan, folder, record, ranks)
+    if state is not None:
+        runs.take_up(run, folder, state, report)
+    _describe(plan, device, report, ranks)
     return run
+
+
+def _fresh(plan: Plan) -> GPT:
+    model = GPT(plan.model)
+    model.initialize(torch.Generator().manual_seed(plan.train.seed))
+    return model
 
 
 def check_sources(data: DataRequest, folder: RunFolder) -> None:
@@ -167,7 +190,13 @@ def check_same(
 
 
 def _run(
-    model: GPT, tokenizer: Tokenizer, corpus: Corpus, plan: Plan, folder: RunFolder, record: dict[str, Any]
+    model: GPT,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    plan: Plan,
+    folder: RunFolder,
+    record: dict[str, Any],
+    ranks: Ranks,
 ) -> TextRun:
     train = plan.train
     batches = CorpusBatches(corpus.train, context=train.context, batch_size=train.batch_size, seed=train.seed)
@@ -176,7 +205,9 @@ def _run(
     # At the end all of the held-out text, or where it is large, as much as in all evaluations together.
     limit = max(FINAL_TOKENS, EVALUATIONS * plan.validation_tokens)
     return TextRun(
-        trainer=Trainer(model, NextToken(), batches, train, folder, validate=validate, seconds=plan.seconds),
+        trainer=Trainer(
+            model, NextToken(), batches, train, folder, validate=validate, seconds=plan.seconds, ranks=ranks
+        ),
         tokenizer=tokenizer,
         plan=plan,
         record=record,
@@ -262,12 +293,18 @@ def _recorded_corpus(record: dict[str, Any], tokenizer: Tokenizer, folder: RunFo
     return _corpus(found, tokenizer, folder, report)
 
 
-def _describe(plan: Plan, device: torch.device, report: Reporter) -> None:
+def _describe(plan: Plan, device: torch.device, report: Reporter, ranks: Ranks) -> None:
     train = plan.train
     need = training_bytes(
-        plan.model, train.micro_batch_size, train.context, train.compute_dtype, train.optimizer, device=device.type
+        plan.model,
+        ranks.pass_rows(train.batch_size, train.micro_batch_size),
+        train.context,
+        train.compute_dtype,
+        train.optimizer,
+        device=device.type,
+        shards=ranks.shards,
     )
-    runs.describe(plan, device, need, report)
+    runs.describe(plan, device, need, report, ranks)
 
 
 def _origin(data: DataRequest, request: Request, found: Scan, corpus: Corpus) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import psutil
@@ -13,6 +14,7 @@ from minigpt.model.kernels import compiled_kernels
 from minigpt.model.lora import add_lora
 from minigpt.model.size import flops_per_token
 from minigpt.model.transformer import GPT
+from minigpt.training.allocator import keep_freed_memory
 from minigpt.training.batches import Batch
 from minigpt.training.objectives import NextToken
 from minigpt.training.optim import make_optimizers
@@ -85,6 +87,7 @@ def training_speed(
 def _tokens_per_second(
     model: ModelConfig, config: TrainConfig, device: torch.device, seconds: float, lora: LoraConfig | None
 ) -> float:
+    keep_freed_memory()
     dtype = getattr(torch, config.compute_dtype)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         gpt = GPT(model)
@@ -146,4 +149,5 @@ def look_at(device: torch.device, dtype: DTypeName, *, timed: bool) -> Machine:
         compute_dtype=dtype,
         default_minutes=CPU_MINUTES if cpu else GPU_MINUTES,
         device_type=device.type,
+        has_compiler=cpu and any(map(shutil.which, ("g++", "clang++"))),
     )

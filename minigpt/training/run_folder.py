@@ -29,10 +29,11 @@ class RunFolder:
     """Read and write one run's state; every file is either whole or the one before it.
 
     Text that comes through stdin waits in `incoming_path` and is kept in `text_path` once the folder is the run's.
+    Of several processes of a run one `writes`; in the others what a run saves goes nowhere.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self.incoming_path, self.text_path = path / ".stdin.txt", path / TEXT
         self.state_path = path / "last" / "state.safetensors"
         self.metrics_path = path / "metrics.jsonl"
@@ -102,6 +103,8 @@ class RunFolder:
 
     def save_state(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Write all that resuming needs as one file, in one atomic step."""
+        if not self.writes:
+            return
         files.write_tensors(self.state_path, tensors, {"record": json.dumps(record)})
 
     def load_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -117,6 +120,8 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
+        if not self.writes:
+            return
         try:
             with open(self.metrics_path, "a", encoding="utf-8", newline="\n") as file:
                 file.write(json.dumps(row) + "\n")
@@ -128,7 +133,7 @@ class RunFolder:
 
     def flush_metrics(self) -> None:
         """Bring metrics.jsonl to the disk, so that no state is there before the rows that lead to it."""
-        if self.metrics_path.exists():
+        if self.writes and self.metrics_path.exists():
             with open(self.metrics_path, "rb+") as file:
                 os.fsync(file.fileno())
 
@@ -144,5 +149,7 @@ class RunFolder:
 
     def rewind_metrics(self, step: int) -> None:
         """Drop the rows after `step`: a resumed run writes them again."""
+        if not self.writes:
+            return
         rows = [row for row in self.read_metrics() if row.get("step", 0) <= step]
         files.write_text(self.metrics_path, "".join(json.dumps(row) + "\n" for row in rows))

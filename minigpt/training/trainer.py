@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minigpt.checkpoint.folder import save_weights
 from minigpt.config import TrainConfig
-from minigpt.errors import TrainingError
-from minigpt.evaluation.bits import Score
+from minigpt.errors import MinigptError, TrainingError
 from minigpt.model.kernels import Kernels, compiled_kernels
 from minigpt.model.transformer import GPT
-from minigpt.training.batches import Batch
+from minigpt.training.allocator import keep_freed_memory
+from minigpt.training.batches import Ahead, AnyBatch, BatchSource, LiveSource, StepBatch
+from minigpt.training.distributed import ALONE, Ranks, cut_like, whole_tensor
+from minigpt.training.events import Evaluated as Evaluated
+from minigpt.training.events import Event as Event
+from minigpt.training.events import Progress as Progress
+from minigpt.training.events import StepDone as StepDone
+from minigpt.training.events import Validation as Validation
+from minigpt.training.events import Warned as Warned
 from minigpt.training.objectives import Objective
 from minigpt.training.optim import (
     learning_rate_factor,
@@ -31,59 +37,11 @@ from minigpt.training.optim import (
 )
 from minigpt.training.probe import TOO_LARGE
 from minigpt.training.run_folder import RunFolder
+from minigpt.training.state import changes, environment, random_states, restore_random_states
 
+BATCHES = "batches."  # what names in the state begin with that belong to a source of batches
 SAVE_SECONDS = 60.0  # at least this long between two saves that no evaluation asks for
 SAVE_SHARE = 20.0  # and this many times what the last save took
-
-
-class BatchSource(Protocol):
-    """Batches as a pure function of the step, so that a position in the data is a number."""
-
-    def at(self, step: int) -> Batch: ...
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """One optimizer step; the loss is per token, in nats."""
-
-    step: int
-    total_steps: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    tokens_per_second: float
-    elapsed: float
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Held-out text was scored after a step."""
-
-    step: int
-    score: Score
-
-
-@dataclass(frozen=True)
-class Warned:
-    """Something a person should know, in one line."""
-
-    message: str
-
-
-Event = StepDone | Evaluated | Warned
-
-
-@dataclass
-class Progress:
-    """Where a run stands: everything about it that is no tensor."""
-
-    step: int = 0
-    total_steps: int = 0
-    micro_batch_size: int = 0
-    elapsed: float = 0.0
-    best_step: int | None = None
-    best_bits_per_byte: float | None = None
-    worse: int = 0  # evaluations since the best one
 
 
 class Trainer:
@@ -94,32 +52,37 @@ class Trainer:
 
     Only parameters that require a gradient are trained and saved as state. `save` writes the best model at the top of
     the folder; with `score_first` the model is scored before the first step too, and may stay the best.
+
+    With `ranks` all of them run the same loop on the same global batches: the first decides, writes and is listened to.
     """
 
     def __init__(
         self,
         model: GPT,
-        objective: Objective,
-        batches: BatchSource,
+        objective: Objective[AnyBatch],
+        batches: BatchSource[AnyBatch],
         config: TrainConfig,
         folder: RunFolder,
         *,
-        validate: Callable[[GPT], Score] | None,
+        validate: Callable[[GPT], Validation] | None,
         seconds: float | None = None,
         save: Callable[[Path, GPT], None] = save_weights,
         score_first: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.objective, self.batches = model, objective, batches
+        self.model: GPT = model
+        self.objective: Objective[Any] = objective
+        self.batches: BatchSource[Any] = batches
         self.config, self.folder, self.validate, self.seconds = config, folder, validate, seconds
-        self.save, self.score_first = save, score_first
+        self.save, self.score_first, self.ranks = save, score_first, ranks
         self.device = model.lm_head.weight.device
+        self.compute = ranks.spread(model, compile=config.compile)  # may put other parameters into the model
         self.optimizers = make_optimizers(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.compute_dtype == "float16")
         self.progress = Progress(total_steps=config.total_steps, micro_batch_size=config.micro_batch_size)
-        self.ended_early = False
+        self.ended_early = self.stopped = False
         self._began = 0.0
         self._saved_at, self._save_took = 0.0, 0.0
-        self._ahead: tuple[int, Batch] | None = None  # the next step's batch, made while a GPU works on this one's
         if config.compile:
             model.model.kernels = compiled_kernels()
         torch.manual_seed(config.seed)  # for dropout
@@ -130,25 +93,31 @@ class Trainer:
         self.model.train()
         self._began = time.monotonic() - progress.elapsed
         self._first_step = progress.step
-        if self.score_first and progress.step == 0 and progress.best_step is None:
-            yield from self._evaluate()
-        self._save_state()
-        while progress.step < progress.total_steps:
-            yield from self._step()
-            last = progress.step == progress.total_steps
-            if last or progress.step % self.config.eval_every == 0:
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        with Ahead(self.batches) as self._ahead:
+            if self.score_first and progress.step == 0 and progress.best_step is None:
                 yield from self._evaluate()
-                self._correct_plan()
-                if self.out_of_patience and not last:
-                    progress.total_steps, self.ended_early = progress.step, True
-                self._save_state()
-            elif time.monotonic() - self._saved_at > max(SAVE_SECONDS, SAVE_SHARE * self._save_took):
-                self._save_state()
-            if stop() and progress.step < progress.total_steps:
-                self._save_state()
-                break
+            self._save_state()
+            while progress.step < progress.total_steps and not self.stopped:
+                yield from self._step()
+                last = progress.step == progress.total_steps
+                if last or progress.step % self.config.eval_every == 0:
+                    yield from self._evaluate()
+                    self._correct_plan()
+                    if self.out_of_patience and not last:
+                        progress.total_steps, self.ended_early = progress.step, True
+                    self._save_state()
+                due, stopped = self.ranks.agree(self._save_is_due(), stop())
+                self.stopped = stopped and progress.step < progress.total_steps
+                if due or self.stopped:
+                    self._save_state()
         if progress.best_step is None:
-            self.save(self.folder.path, self.model)
+            self._keep_model()
+
+    def _save_is_due(self) -> bool:
+        pause = max(SAVE_SECONDS, SAVE_SHARE * self._save_took)
+        return self.ranks.first and time.monotonic() - self._saved_at > pause
 
     @property
     def out_of_patience(self) -> bool:
@@ -169,78 +138,122 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * factor * group.get("rate", 1.0)
         batch = self._batch()
+        waited = time.monotonic() - started
         total = yield from self._gradients(batch)
-        loss, norm = self._clip(total)
+        loss, norm, figures = self._clip(total)
         self._update(loss, norm)
         progress.step += 1
         now = time.monotonic()
         progress.elapsed = now - self._began
         if not math.isfinite(norm):
             yield Warned(f"step {progress.step}: the gradient overflowed float16; skipped")
-        rate = batch.tokens.numel() / max(now - started, 1e-9)
+        seconds = max(now - started, 1e-9)
         event = StepDone(
-            progress.step, progress.total_steps, loss, config.learning_rate * factor, norm, rate, progress.elapsed
+            step=progress.step,
+            total_steps=progress.total_steps,
+            loss=loss,
+            learning_rate=config.learning_rate * factor,
+            grad_norm=norm,
+            tokens_per_second=batch.tokens.numel() / seconds,
+            elapsed=progress.elapsed,
+            waited=waited / seconds,
+            figures=figures,
         )
-        row = {key: value for key, value in asdict(event).items() if key != "total_steps"}
-        self.folder.append_metrics(row if math.isfinite(norm) else row | {"grad_norm": None})  # JSON has no infinity
+        row = {key: value for key, value in asdict(event).items() if key not in ("total_steps", "figures")} | figures
+        self.folder.append_metrics(_finite(row))
         yield event
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> StepBatch:
         step = self.progress.step
-        return self._ahead[1] if self._ahead is not None and self._ahead[0] == step else self.batches.at(step)
+        try:
+            batch: StepBatch = self._ahead.at(step, more=step + 1 < self.progress.total_steps)
+        except MinigptError:
+            if self.ranks is ALONE:
+                self._save_state()  # whatever keeps the next batch from being made, the steps before it are kept
+            raise
+        return batch
 
-    def _gradients(self, batch: Batch) -> Generator[Event, None, Tensor]:
+    def _gradients(self, batch: StepBatch) -> Generator[Event, None, Tensor]:
         """Accumulate the step's gradients and return its loss.
 
         Out of memory on a GPU halves the micro-batch and begins the step again; so does a compiler that fails,
-        without it.
+        without it. Several ranks can only do so where none waits for another: before their first step.
         """
+        if self.ranks.count > 1 and not self.ranks.shard and self.progress.step == self._first_step:
+            yield from self._rehearse(batch)
         while True:
             try:
                 return self._accumulate(batch)
-            except torch.OutOfMemoryError:
-                small = self.progress.micro_batch_size // 2
-                if small < 1:
-                    raise TrainingError(TOO_LARGE) from None
-                problem = (
-                    f"out of memory at a micro-batch of {self.progress.micro_batch_size}; went on with {small} "
-                    "(same effective batch)"
-                )
-                self.progress.micro_batch_size = small
-            except (RuntimeError, ImportError, OSError) as error:  # a compiler that is missing shows in any of these
-                if self.model.model.kernels == Kernels() or self.progress.step > self._first_step:
+            except (RuntimeError, ImportError, OSError) as error:
+                if self.ranks.count > 1 or not self._can_give_way(error):
                     raise
-                problem = f"torch.compile failed ({str(error).splitlines()[0][:100]}); went on without it"
-                self.model.model.kernels = Kernels()
+                memory, reason = isinstance(error, torch.OutOfMemoryError), _first_words(error)
             # Outside the except clause, so that the failed step's tensors are free before the next try.
-            yield Warned(problem)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            yield Warned(self._give_way(memory, reason))
 
-    def _accumulate(self, batch: Batch) -> Tensor:
+    def _rehearse(self, batch: StepBatch) -> Iterator[Event]:
+        """Try one micro-batch on each rank by itself, until all of them can compute it."""
+        progress = self.progress
+        progress.micro_batch_size = self.ranks.pass_rows(len(batch.tokens), progress.micro_batch_size)
+        while True:
+            memory = broken = False
+            reason = "on another rank"
+            try:
+                with self.ranks.quiet():
+                    self._backward(next(batch.split(progress.micro_batch_size)), self.objective.weight(batch), 1.0)
+            except (RuntimeError, ImportError, OSError) as error:
+                memory, reason = isinstance(error, torch.OutOfMemoryError), _first_words(error)
+                broken = not memory and self._can_give_way(error)
+                if not (memory or broken):
+                    raise
+            memory, broken = self.ranks.agree(memory, broken)
+            if not (memory or broken):
+                return
+            yield Warned(self._give_way(memory, reason))
+
+    def _can_give_way(self, error: Exception) -> bool:
+        """Whether a step can be tried in another way: a compiler that is missing shows in any kind of error."""
+        compiled = self.model.model.kernels != Kernels() and self.progress.step == self._first_step
+        return isinstance(error, torch.OutOfMemoryError) or compiled
+
+    def _give_way(self, memory: bool, reason: str) -> str:
+        """Take a smaller micro-batch, or do without the compiler, and say so."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not memory:
+            self.model.model.kernels = Kernels()
+            return f"torch.compile failed ({reason}); went on without it"
+        rows = self.progress.micro_batch_size
+        if rows < 2:
+            raise self.ranks.common(TOO_LARGE)
+        self.progress.micro_batch_size = rows // 2
+        return f"out of memory at a micro-batch of {rows}; went on with {rows // 2} (same effective batch)"
+
+    def _accumulate(self, batch: StepBatch) -> Tensor:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self.ranks.seed(self.config.seed, self.progress.step)
         weight, total = self.objective.weight(batch), torch.zeros((), device=self.device)
-        for micro in batch.split(self.progress.micro_batch_size):
-            with self._autocast():
-                loss = self.objective.loss_sum(self.model, micro.to(self.device)) / weight
-            torch.autograd.backward(self.scaler.scale(loss))
-            total += loss.detach()
-        return total
+        for micro, times in self.ranks.passes(batch, self.progress.micro_batch_size):
+            total += self._backward(micro, weight, times)
+        return self.ranks.mean(total)
 
-    def _clip(self, total: Tensor) -> tuple[float, float]:
-        """Clip the gradients as a whole; return the step's loss, and the gradient's norm before that.
+    def _backward(self, micro: StepBatch, weight: float, times: float) -> Tensor:
+        """Add `times` the gradient of a micro-batch's share of the step's loss, and return as much of that share."""
+        with self._autocast():
+            loss: Tensor = self.compute(self.objective.loss_sum, micro.to(self.device)) / weight * times
+        torch.autograd.backward(self.scaler.scale(loss))
+        return loss.detach()
 
-        The next batch is made while a GPU is still at work, which must be done before these two numbers can be read.
-        """
+    def _clip(self, total: Tensor) -> tuple[float, float, dict[str, float]]:
+        """Clip the gradients as a whole; return the step's loss, the gradient's norm before that, and figures."""
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        following = self.progress.step + 1
-        if following < self.progress.total_steps:
-            self._ahead = (following, self.batches.at(following))
-        both: list[float] = torch.stack((total, norm.to(total))).tolist()
-        return both[0], both[1]
+        figures = self.objective.figures()
+        told = torch.stack([total, *(value.detach().to(total) for value in (whole_tensor(norm), *figures.values()))])
+        loss, norm_before, *values = told.tolist()
+        return loss, norm_before, dict(zip(figures, values, strict=True))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.compute_dtype == "float32":
@@ -255,7 +268,7 @@ class Trainer:
         broken = "loss" if not math.isfinite(loss) else "gradient" if not math.isfinite(norm) else None
         if broken == "loss" or (broken and not (self.scaler.is_enabled() and self.scaler.get_scale() >= 1.0)):
             value = "NaN" if math.isnan(loss if broken == "loss" else norm) else "infinite"
-            raise TrainingError(
+            raise self.ranks.common(
                 f"the {broken} became {value} at step {self.progress.step + 1}; the last good state is in "
                 f"{self.folder.state_path.parent} (step {self._saved_step}); try a lower --lr"
             )
@@ -264,23 +277,27 @@ class Trainer:
                 self.scaler.step(optimizer)
         self.scaler.update()
 
+    def _keep_model(self) -> None:
+        whole = self.ranks.whole_model(self.model)
+        if whole is not None:
+            self.save(self.folder.path, whole)
+
     def _evaluate(self) -> Iterator[Event]:
         """Score held-out text and keep the model at the top of the folder if it is the best so far."""
         progress = self.progress
         if self.validate is None:
-            self.save(self.folder.path, self.model)
+            self._keep_model()
             progress.best_step = progress.step
             return
-        with self._autocast():  # the plan counts on the speed of training
-            score = self.validate(self.model)
-        finite, best = math.isfinite(score.nats), progress.best_bits_per_byte
-        better = finite and (best is None or score.bits_per_byte < best)
+        with self._autocast(), torch.no_grad():  # the plan counts on the speed of training
+            score = self.ranks.from_first(self.compute(self.validate))
+        value, best = score.value, progress.best_value
+        better = math.isfinite(value) and (best is None or value < best)
         progress.worse = 0 if better else progress.worse + 1
         if better:
-            progress.best_step, progress.best_bits_per_byte = progress.step, score.bits_per_byte
-            self.save(self.folder.path, self.model)
-        row = {"held_out_loss": score.loss, "bits_per_byte": score.bits_per_byte}
-        self.folder.append_metrics({"step": progress.step} | (row if finite else dict.fromkeys(row)))
+            progress.best_step, progress.best_value = progress.step, value
+            self._keep_model()
+        self.folder.append_metrics({"step": progress.step} | _finite(score.row()))
         yield Evaluated(progress.step, score)
 
     def _correct_plan(self) -> None:
@@ -290,23 +307,27 @@ class Trainer:
             return
         progress.elapsed = time.monotonic() - self._began
         left = max(0.0, self.seconds - progress.elapsed)
-        progress.total_steps = progress.step + int(left / (progress.elapsed / progress.step))
+        total = progress.step + int(left / (progress.elapsed / progress.step))
+        progress.total_steps = self.ranks.from_first(total)
 
     def _save_state(self) -> None:
         started = time.monotonic()
         self.progress.elapsed = started - self._began
         tensors: dict[str, Tensor] = {**self._weights()}
         tensors |= optimizer_tensors(self.model, self.optimizers)
-        tensors |= _random_states(self.device)
+        tensors = self.ranks.whole(tensors) | random_states(self.device)
+        if isinstance(self.batches, LiveSource):
+            tensors |= {f"{BATCHES}{name}": tensor for name, tensor in self.batches.tensors().items()}
         record = {
             "progress": asdict(self.progress),
             "config": asdict(self.config),
             "seconds": self.seconds,
             "scaler": self.scaler.state_dict(),
-            "environment": environment(self.device),
+            "environment": environment(self.device, self.ranks.count),
         }
         self.folder.flush_metrics()
         self.folder.save_state(tensors, record)
+        self.ranks.from_first(None)  # nobody goes on before the state is on the disk
         self._saved_step, self._saved_at = self.progress.step, time.monotonic()
         self._save_took = self._saved_at - started
 
@@ -323,10 +344,10 @@ class Trainer:
             raise TrainingError(f"{self.folder.state_path} does not fit this run's model; start again with --overwrite")
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(tensors[name])
+                weight.copy_(cut_like(tensors[name], weight))
         try:
             self._restore_rest(tensors, record)
-            now, then = environment(self.device), dict(record["environment"])
+            told = changes(dict(record["environment"]), environment(self.device, self.ranks.count))
         except torch.OutOfMemoryError:
             raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -334,11 +355,7 @@ class Trainer:
                 f"{self.folder.state_path} does not fit this run's state; start again with --overwrite"
             ) from error
         self.folder.rewind_metrics(self.progress.step)
-        return [
-            f"{name} was {then.get(name)} when this run was saved and is {value} now; it will not be bit-equal"
-            for name, value in now.items()
-            if then.get(name) != value
-        ]
+        return told
 
     def _restore_rest(self, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Take up all but the weights: progress, optimizers, random states and the scale of float16."""
@@ -347,30 +364,17 @@ class Trainer:
         begun = any(optimizer.state for optimizer in self.optimizers)
         if self.progress.step > 0 and not begun and not self.scaler.is_enabled():  # which may have skipped every step
             raise ValueError("no state of an optimizer after the first step")
+        if isinstance(self.batches, LiveSource):
+            kept = {name.removeprefix(BATCHES): tensors[name] for name in tensors if name.startswith(BATCHES)}
+            self.batches.restore(kept, self.progress.step)
         self.scaler.load_state_dict(record["scaler"])
-        torch.set_rng_state(tensors["random.cpu"])
-        if self.device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], self.device)
-        if self.device.type == "mps" and "random.mps" in tensors:
-            torch.mps.set_rng_state(tensors["random.mps"])
+        restore_random_states(tensors, self.device)
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of the random streams that dropout draws from."""
-    states = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        states["random.mps"] = torch.mps.get_rng_state()
-    return states
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that JSON can hold: it has no infinity and no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What bit-equality depends on."""
-    return {
-        "device": device.type,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-    }
+def _first_words(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:100]

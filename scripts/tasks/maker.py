@@ -18,7 +18,9 @@ Row = dict[str, str]
 
 TASKS = ("copy", "reverse", "count", "sum", "rewrite", "story")
 SLOT = re.compile(r"\{(\w+)\}")
-LENGTHS = {"copy": (1, 6), "reverse": (2, 4), "count": (1, 5)}  # how many things a row is about
+# How many things a row is about: long copies teach soonest.
+LENGTHS = {"copy": (1, 8), "reverse": (2, 4), "count": (1, 5)}
+LENGTHS |= {"right": (1, 5), "polite": (1, 5), "length": (3, 5), "language": (1, 5)}
 # What stands between words, and between the things of a list.
 JOINERS = {"en": (" ", "\n", ", "), "zh": (" ", " ", "、")}
 HELD_NUMBERS = (12, 15, 21, 23, 26, 31, 34, 40, 42, 45, 50, 53, 57, 61, 64, 70, 72)
@@ -124,8 +126,13 @@ def make_rows(folder: Path, *, held: bool, each: dict[str, int], seed: int) -> l
         maker = Maker(read_grammar(folder / language), language, held=held, seed=seed + place)
         for task, count in each.items():
             rows += maker.rows(task, count)
+    shuffle(rows, seed)
+    return rows
+
+
+def shuffle(rows: list[T], seed: int) -> None:
+    """Put rows in an order that is the same in every Python version (Fisher and Yates)."""
     random = Random(seed).random
     for last in range(len(rows) - 1, 0, -1):
         other = int(random() * (last + 1))
         rows[last], rows[other] = rows[other], rows[last]
-    return rows

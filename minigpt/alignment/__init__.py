@@ -1,0 +1,1 @@
+"""Preferences, rewards and policy gradients: what comes after instruction tuning."""

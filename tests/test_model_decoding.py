@@ -1,0 +1,69 @@
+"""A model laid out for generation computes what it did, with and without a cache, alone and in a batch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from variants import CONTEXT, ENDLESS, VARIANTS, make_model, random_tokens
+
+from minigpt.config import ModelConfig
+from minigpt.model.cache import KVCache
+from minigpt.model.decoding import prepare
+from minigpt.model.transformer import GPT
+
+
+def pair(config: ModelConfig) -> tuple[GPT, GPT]:
+    """A model, and its copy laid out for generation."""
+    plain = make_model(config)
+    ready = copy.deepcopy(plain)
+    prepare(ready)
+    return plain, ready
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
+def test_the_logits_stay_the_same(config: ModelConfig) -> None:
+    plain, ready = pair(config)
+    tokens = random_tokens(3, CONTEXT)
+    torch.testing.assert_close(ready(tokens), plain(tokens), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", ENDLESS.values(), ids=ENDLESS)
+@torch.no_grad()
+def test_token_by_token_past_the_context_the_logits_stay_the_same(config: ModelConfig) -> None:
+    plain, ready = pair(config)
+    tokens = random_tokens(2, 2 * CONTEXT)
+    cache = KVCache(config, 2, CONTEXT)
+    steps = [ready(tokens[:, place : place + 1], cache) for place in range(2 * CONTEXT)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), plain(tokens), rtol=5e-5, atol=5e-5)
+
+
+@torch.no_grad()
+def test_a_tied_output_stays_the_embedding() -> None:
+    _, ready = pair(VARIANTS["qwen3"])
+    assert ready.lm_head.weight.data_ptr() == ready.model.embed_tokens.weight.data_ptr()
+
+
+@torch.no_grad()
+def test_fewer_products_are_made() -> None:
+    plain, ready = pair(VARIANTS["qwen3"])
+
+    def matrices(model: GPT) -> int:
+        return sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+
+    layers = plain.config.num_hidden_layers
+    assert (matrices(plain), matrices(ready)) == (7 * layers + 1, 4 * layers + 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@torch.no_grad()
+def test_other_types_keep_their_type(name: str) -> None:
+    plain = make_model(replace(VARIANTS[name], num_hidden_layers=1)).to(torch.bfloat16)
+    tokens = random_tokens(2, 5)
+    expected = plain(tokens)
+    prepare(plain)
+    torch.testing.assert_close(plain(tokens), expected, rtol=0.05, atol=0.2)
+    assert plain(tokens).dtype == torch.bfloat16

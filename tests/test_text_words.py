@@ -1,0 +1,187 @@
+"""Ids word by word against the library: the same for every text, whatever is in it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from minigpt.text import words as words_module
+from minigpt.text.pieces import cut
+from minigpt.text.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer
+from minigpt.text.words import word_encoder
+
+LLAMA3 = PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+SAMPLE = (
+    "It's what they'll say, we've 1234 of them; I'd DON'T. The cat sat on the mat_and_the hat!\n\n  if x:\n\ty = 2\n"
+    "红楼梦中国古典小说，红楼梦。中国人　中国\u3000\u3000\n"
+    "naïve café e\u0301 Привет мир привет हिन्दी ไทย 한국어 😀👍🏽 ½ ② Ⅷ\n"
+) * 8
+# What patterns look at, what libraries differ on, and what normalisation changes.
+ALPHABET = [
+    *"aBsſtdemlLvV'’ \n\t\r_-!.,0159é中国。， 　",
+    *"\x00\x1c\x1d\x1f\x85\xa0\u1680\u180e\u2028\u2029\u200b\u200d\ufeff\u3000\u0301\u0327²½②Ⅷ一〇٣߀",
+    *"İıßﬁﬆ가\u1100\u1161ÅA\u030aहि้😀👍🏽\U0002ebf0\U00031350\U0001fbf1\U00020000\U0001d7d8\ufffd",
+    *("'S", "'re", "'LL", "<|im_start|>", "<|endoftext|>", " \n", "\n\n"),
+]
+
+
+def backend(kind: str) -> Backend:
+    """A tokenizer of 400 ids with the pre-tokenizer and the normalizer of a known model."""
+    split = {"ours": PATTERN, "qwen": PATTERN, "llama3": LLAMA3}
+    pre: Any
+    if kind in split:
+        parts = [pre_tokenizers.Split(Regex(split[kind]), behavior="isolated")]
+        pre = pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    elif kind == "smollm":
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        pre = pre_tokenizers.Sequence(parts)
+    else:
+        pre = pre_tokenizers.ByteLevel(add_prefix_space=kind == "gpt2 with a space")
+    result = Backend.from_str(Tokenizer.train([SAMPLE], 420)._backend.to_str())
+    result.pre_tokenizer = pre
+    if kind == "qwen":
+        result.normalizer = normalizers.NFC()
+        result.add_tokens(["<tool_call>"])
+    result.encode_special_tokens = True
+    return result
+
+
+KINDS = ("ours", "qwen", "llama3", "gpt2", "smollm")
+BACKENDS = {kind: backend(kind) for kind in KINDS}
+ENCODERS = {kind: word_encoder(one, json.loads(one.to_str())) for kind, one in BACKENDS.items()}
+
+
+def check(kind: str, text: str) -> None:
+    encoder = ENCODERS[kind]
+    assert encoder is not None
+    assert encoder.encode(text).tolist() == BACKENDS[kind].encode(text, add_special_tokens=False).ids, repr(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=400)
+@given(text=st.lists(st.sampled_from(ALPHABET), max_size=40).map("".join))
+def test_the_ids_of_strange_text_are_the_library_s(kind: str, text: str) -> None:
+    check(kind, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_the_ids_of_any_text_are_the_library_s(kind: str, text: str) -> None:
+    check(kind, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_character_of_the_first_plane_is_taken_as_the_library_takes_it(kind: str) -> None:
+    """Beside a letter, a digit, an apostrophe, a space and itself: wherever its class changes the words."""
+    codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1FB00), *range(0x20000, 0x2A6E0, 97)]
+    plain = [chr(code) for code in codes if not words_module._odd_characters().match(chr(code))]
+    assert len(plain) > 50_000
+    step = 4096
+    for start in range(0, len(plain), step):
+        check(kind, "\n".join(f"a{c}b{c}{c} {c}1{c}!{c}'{c}  {c}" for c in plain[start : start + step : 3]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_added_tokens(kind: str) -> None:
+    for text in (*SPECIAL_TOKENS, "hi <tool_call>\nthere <tool_call>", "<tool_call"):
+        check(kind, f"say {text} now\nand\n{text}")
+
+
+def real_texts(shared: Path, characters: int) -> Iterator[str]:
+    files = [*sorted((shared / "data").rglob("*.txt")), *sorted((shared / "data").rglob("*.json*"))]
+    assert len(files) > 20
+    for path in files:
+        yield from cut([path.read_text(encoding="utf-8")[:characters]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_text(kind: str, shared: Path) -> None:
+    for piece in real_texts(shared, 10_000):
+        check(kind, piece)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_real_text(kind: str, shared: Path) -> None:
+    for piece in real_texts(shared, 10**9):
+        check(kind, piece)
+
+
+def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words_module, "_MOST_WORDS", 7)
+    monkeypatch.setattr(words_module, "_LONGEST_WORD", 4)
+    encoder = word_encoder(BACKENDS["ours"], json.loads(BACKENDS["ours"].to_str()))
+    assert encoder is not None
+    assert encoder.encode(SAMPLE).tolist() == BACKENDS["ours"].encode(SAMPLE, add_special_tokens=False).ids
+    table = encoder._ids.__self__  # type: ignore[attr-defined]
+    assert 0 < len(table) <= 7
+    assert all(len(word) <= 4 for word in table)
+
+
+def test_text_without_spaces_goes_to_the_library() -> None:
+    suits = words_module.WordEncoder.suits
+    assert all(map(suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
+    assert not any(map(suits, ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)))
+    tokenizer = Tokenizer.train([SAMPLE], 420)
+    texts = ["It's — a cat", "红楼梦中国古典小说" * 9, "", "naïve café"]
+    expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
+    assert tokenizer.encode_batch(texts, [False, True, False, True]) == expected
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    source: dict[str, Any] = json.loads(BACKENDS["ours"].to_str())
+    model = source["model"] | parts.pop("model", {})
+    return source | {"model": model} | parts
+
+
+def split_by(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, last]}
+
+
+def test_tokenizers_that_are_not_known_are_left_to_the_library() -> None:
+    assert word_encoder(BACKENDS["ours"], changed()) is not None
+    token = {"content": "<x>", "special": False, "lstrip": False, "rstrip": False}
+    for source in (
+        changed(normalizer={"type": "NFKC"}),
+        changed(model={"dropout": 0.1}),
+        changed(model={"end_of_word_suffix": "</w>"}),
+        changed(pre_tokenizer=None),
+        changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}),
+        changed(pre_tokenizer=split_by(PATTERN, behavior="Removed")),
+        changed(pre_tokenizer=split_by(PATTERN, invert=True)),
+        changed(pre_tokenizer=split_by(r"\w+|\s+")),
+        changed(pre_tokenizer=split_by(r"\s+")),
+        changed(pre_tokenizer=split_by(PATTERN.replace(r"\p{N}|", ""))),
+        changed(pre_tokenizer=split_by(r"\s+|" + PATTERN)),
+        changed(added_tokens=[token | {"lstrip": True}]),
+        changed(added_tokens=[token | {"content": "a\nb"}]),
+    ):
+        assert word_encoder(BACKENDS["ours"], source) is None, source["pre_tokenizer"]
+
+
+def test_a_tokenizer_travels_between_processes() -> None:
+    tokenizer = Tokenizer.train([SAMPLE], 400)
+    tokenizer = tokenizer.with_chat("{{ messages }}", [5])
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode_batch([SAMPLE]) == tokenizer.encode_batch([SAMPLE])
+    for name in ("vocab_size", "end_of_text_id", "end_ids", "bos_id", "pad_id", "chat_template"):
+        assert getattr(again, name) == getattr(tokenizer, name), name
+    assert again.fingerprint() == tokenizer.fingerprint()
+
+
+def test_numbers_that_are_no_digits_are_odd() -> None:
+    odd = words_module._odd_characters()
+    assert all(odd.match(character) for character in "²½②Ⅷſ\u0897\U0002ebf0")
+    assert not any(odd.match(character) for character in "a1 中。é😀👍\u0301\u3000一Ａ\U00020000")
