@@ -67,7 +67,7 @@ def test_a_person_talks_interrupts_takes_back_and_leaves(endless: Path) -> None:
     Path("long.json").write_text(json.dumps(turns), encoding="utf-8")
     said = f"{ANSWER}Alice get t\nnote: cut after 12 tokens; /set max_new_tokens=24 allows more\n> "
     with on_terminal("chat", "-m", endless, "-t", "0", "-n", "12", *CPU) as terminal:
-        assert "/help lists the commands" in terminal.wait_for("\n> ")
+        assert "/help lists the commands" in " ".join(terminal.wait_for("\n> ").split())  # the path may be long
         terminal.type("Hi")
         assert terminal.wait_for("\n> ") == f"Hi\n{said}"
         terminal.type("the bank")
