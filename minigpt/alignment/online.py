@@ -14,7 +14,7 @@ import torch
 from minigpt.alignment.health import Watch
 from minigpt.alignment.held_out import HeldOut
 from minigpt.alignment.policy import PolicyConfig, PolicyLoss
-from minigpt.alignment.policy_plan import PolicyRequest, answers_a_step, make_policy_plan, recorded_request
+from minigpt.alignment.policy_plan import PolicyRequest, answers_a_step, make_policy_plan
 from minigpt.alignment.prompts import PromptData, read_prompt_data
 from minigpt.alignment.reference import frozen, without_adapter
 from minigpt.alignment.rewards import Rewards, parse_reward
@@ -23,11 +23,10 @@ from minigpt.alignment.value_head import add_value_head, without_head
 from minigpt.checkpoint.adapter import save_adapter
 from minigpt.checkpoint.folder import save_weights
 from minigpt.config import DTypeName, ModelConfig
-from minigpt.errors import DataError
 from minigpt.model.size import training_bytes
 from minigpt.model.transformer import GPT
 from minigpt.text.tokenizer import Tokenizer
-from minigpt.training import probe, runs
+from minigpt.training import probe, runs, tuning
 from minigpt.training.chat_data import ChatRequest
 from minigpt.training.plan import Plan
 from minigpt.training.run_folder import RunFolder
@@ -36,11 +35,9 @@ from minigpt.training.trainer import Trainer
 from minigpt.training.tuning import (
     adapted,
     adapter_size,
-    asked_before,
     base_facts,
     load_base,
     load_same_base,
-    recorded_lora,
     save_all_but_weights,
 )
 
@@ -116,8 +113,7 @@ def resume(
     context, new = _context(request, plan.model), request.config().max_new_tokens
     prompts = read_prompt_data(data, Tokenizer.load(folder.path), context, new, report)
     with understanding(folder):
-        if prompts.facts["digest"] != record["prompts"]["digest"]:
-            raise DataError(f"{data.named} has changed since this run began; put the old data back, or start again")
+        tuning.check_same_data(prompts.facts, record["prompts"], data.named)
     parts = _Parts(base.model.to(device), request, prompts, device, plan.train.compute_dtype)
     try:
         run = parts.run(plan, folder, record)
@@ -140,21 +136,13 @@ def recorded(folder: RunFolder) -> dict[str, Any] | None:
 
 def asked(record: dict[str, Any], folder: RunFolder) -> tuple[ChatRequest, PolicyRequest]:
     """Return what a recorded run was begun with."""
-    with understanding(folder):
-        data, request = dict(record["data"]), recorded_request(record["request"])
-        request["lora"] = recorded_lora(request["lora"])
-        data |= {"sources": tuple(data["sources"]), "mix": tuple(data["mix"])}
-        return ChatRequest(**data), PolicyRequest(**request)
+    return tuning.asked(record, folder, PolicyRequest)
 
 
 def check_same(record: dict[str, Any], folder: RunFolder, data: ChatRequest | None, said: dict[str, Any]) -> None:
     """Refuse to resume with other prompts, if some were named, or other settings, if said, than the run began with."""
-    begun_data, begun = asked(record, folder)
-    if data is not None:
-        runs.check_source(data.sources == begun_data.sources, data.named, begun_data.named)
-    with understanding(folder):
-        before = asked_before(record, begun, asdict(begun_data), asdict(begun.config()))
-    runs.check_said(before, said)
+    begun = asked(record, folder)
+    tuning.check_same(record, folder, begun, data, said, asdict(begun[1].config()))
 
 
 class _Parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,8 +147,3 @@ def _text(request: PolicyRequest, config: PolicyConfig, train: TrainConfig, mach
     if config.updates > 1:
         text += f", {config.updates} steps on the same answers"
     return text if given or request.steps is not None else f"{text}; change it with --steps or --minutes"
-
-
-def recorded_request(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a recorded request JSON has made lists of, as it was."""
-    return dict(values) | {"rewards": tuple(values["rewards"]), "judges": tuple(values["judges"])}

@@ -25,12 +25,12 @@ from minigpt.checkpoint.adapter import save_adapter
 from minigpt.checkpoint.files import read_tensors, write_tensors
 from minigpt.checkpoint.folder import save_weights
 from minigpt.config import DTypeName
-from minigpt.errors import DataError, ModelFolderError
+from minigpt.errors import ModelFolderError
 from minigpt.model.size import training_bytes
 from minigpt.model.transformer import GPT
 from minigpt.text.chat import Message
 from minigpt.text.tokenizer import Tokenizer
-from minigpt.training import probe, runs
+from minigpt.training import probe, runs, tuning
 from minigpt.training.chat_data import ChatRequest, pad_id
 from minigpt.training.finetune import EXAMPLE_CHARS, EXAMPLES, answers_to
 from minigpt.training.plan import Plan
@@ -40,11 +40,9 @@ from minigpt.training.trainer import Trainer
 from minigpt.training.tuning import (
     adapted,
     adapter_size,
-    asked_before,
     base_facts,
     load_base,
     load_same_base,
-    recorded_lora,
     save_all_but_weights,
 )
 from minigpt.training.tuning_plan import tuning_optimizer
@@ -132,8 +130,7 @@ def resume(
     tokenizer = Tokenizer.load(folder.path)
     found = read_preferences(data, config.method, tokenizer, plan.model, request.context, report)
     with understanding(folder):
-        if found.facts["digest"] != record["preferences"]["digest"]:
-            raise DataError(f"{data.named} has changed since this run began; put the old data back, or start again")
+        tuning.check_same_data(found.facts, record["preferences"], data.named)
     batches = _Batches(found, plan, config, folder, record)
     known = not config.needs_reference or batches.known()
     if request.lora is None and known:
@@ -157,21 +154,13 @@ def recorded(folder: RunFolder, command: str) -> dict[str, Any] | None:
 
 def asked(record: dict[str, Any], folder: RunFolder) -> tuple[ChatRequest, PreferenceRequest]:
     """Return what a recorded run was begun with."""
-    with understanding(folder):
-        data, request = dict(record["data"]), dict(record["request"])
-        request["lora"] = recorded_lora(request["lora"])
-        data |= {"sources": tuple(data["sources"]), "mix": tuple(data["mix"])}
-        return ChatRequest(**data), PreferenceRequest(**request)
+    return tuning.asked(record, folder, PreferenceRequest)
 
 
 def check_same(record: dict[str, Any], folder: RunFolder, data: ChatRequest | None, said: dict[str, Any]) -> None:
     """Refuse to resume with other data, if some was named, or other settings, if said, than the run began with."""
-    begun_data, begun = asked(record, folder)
-    if data is not None:
-        runs.check_source(data.sources == begun_data.sources, data.named, begun_data.named)
-    with understanding(folder):
-        before = asked_before(record, begun, asdict(begun_data), asdict(begun.config()))
-    runs.check_said(before, said)
+    begun = asked(record, folder)
+    tuning.check_same(record, folder, begun, data, said, asdict(begun[1].config()))
 
 
 class _Batches:

@@ -14,9 +14,9 @@ from minigpt.cli import console
 from minigpt.cli.training import (
     Screen,
     device_of_run,
-    on_one_line,
     quoted,
     refuse_to_write_over,
+    short,
     show_result,
     train_to_end,
 )
@@ -29,8 +29,6 @@ from minigpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
-
-SHOWN_CHARS = 160  # of a question or an answer
 
 
 def preference_job(command: str, asked: Asked, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> int:
@@ -96,9 +94,9 @@ def _conclude(run: PreferenceRun, folder: RunFolder) -> None:
     if run.trainer.ended_early:
         console.note(f"ended early: the held-out loss was no lower in the last {run.plan.train.patience} evaluations")
     for prompt, before, after in zip(run.questions, run.before, answers, strict=False):
-        console.fact("question" if run.data.held_out else "trained on", _short(prompt[-1].content))
-        console.fact("  before", _short(before))
-        console.fact("  after", _short(after))
+        console.fact("question" if run.data.held_out else "trained on", short(prompt[-1].content))
+        console.fact("  before", short(before))
+        console.fact("  after", short(after))
     follow = (
         f"minigpt score -m {quoted(folder.path)} < answers.jsonl" if judge else f"minigpt chat -m {quoted(folder.path)}"
     )
@@ -109,9 +107,3 @@ def _load(folder: Path, device: torch.device) -> GPT:
     import torch
 
     return load(folder, device=device, dtype=torch.float32).model  # as it was trained, whatever its base is stored as
-
-
-def _short(text: str) -> str:
-    """One line of a question or an answer, cut where it is long."""
-    line = on_one_line(text)
-    return f"{line[: SHOWN_CHARS - 1]}…" if len(line) > SHOWN_CHARS else line

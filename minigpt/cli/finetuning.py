@@ -12,9 +12,9 @@ from minigpt.cli.following import follow
 from minigpt.cli.training import (
     Screen,
     device_of_run,
-    on_one_line,
     quoted,
     refuse_to_write_over,
+    short,
     show_result,
     train_to_end,
 )
@@ -30,8 +30,6 @@ from minigpt.training.tuning_plan import TuningRequest
 
 if TYPE_CHECKING:
     import torch
-
-SHOWN_CHARS = 160  # of a question or an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ def _begin(
 
 def _sample(run: ChatRun) -> str:
     """Answer one held-out question with the model as it is."""
-    return f"{_short(run.examples[0].question)} → {_short(_answers(run, run.trainer.model, 1)[0])}"
+    return f"{short(run.examples[0].question)} → {short(_answers(run, run.trainer.model, 1)[0])}"
 
 
 def _answers(run: ChatRun, model: GPT, count: int) -> list[str]:
@@ -125,13 +123,7 @@ def _conclude(run: ChatRun, folder: RunFolder) -> None:
     if run.trainer.ended_early:
         console.note(f"ended early: the held-out score was no better in the last {run.plan.train.patience} evaluations")
     for example, after in zip(run.examples, answers, strict=True):
-        console.fact("question" if run.chat.held_out else "trained on", _short(example.question))
-        console.fact("  before", _short(example.before))
-        console.fact("  after", _short(after))
+        console.fact("question" if run.chat.held_out else "trained on", short(example.question))
+        console.fact("  before", short(example.before))
+        console.fact("  after", short(after))
     console.fact("next", f"minigpt chat -m {quoted(folder.path)}", wrapped=False)
-
-
-def _short(text: str) -> str:
-    """One line of a question or an answer, cut where it is long."""
-    line = on_one_line(text)
-    return f"{line[: SHOWN_CHARS - 1]}…" if len(line) > SHOWN_CHARS else line

@@ -16,9 +16,9 @@ from minigpt.cli import console
 from minigpt.cli.training import (
     Screen,
     device_of_run,
-    on_one_line,
     quoted,
     refuse_to_write_over,
+    short,
     train_to_end,
 )
 from minigpt.cli.tuning import Asked
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN = 3  # prompts with their answers, on the terminal
-SHOWN_CHARS = 160
 
 
 def policy_job(asked: Asked, settings: dict[str, Any], more: dict[str, Any], *, resume: bool, overwrite: bool) -> int:
@@ -93,7 +92,7 @@ def _begin(
 def _sample(run: PolicyRun) -> str:
     """Answer one held-out prompt with the model as it is."""
     one = run.held_out.some(1)
-    return f"{_short(one.asks[0].prompt.messages[-1].content)} → {_short(one.answers(run.trainer.model)[0].text)}"
+    return f"{short(one.asks[0].prompt.messages[-1].content)} → {short(one.answers(run.trainer.model)[0].text)}"
 
 
 def _conclude(run: PolicyRun, folder: RunFolder) -> None:
@@ -138,14 +137,8 @@ def _show(folder: RunFolder, found: Outcome) -> None:
             f"{win.before:.3f} before, {win.after:.3f} after",
         )
     for example in found.examples[:SHOWN]:
-        console.fact("prompt", _short(example.question))
-        console.fact("  before", _short(example.before))
-        console.fact("  after", _short(example.after))
+        console.fact("prompt", short(example.question))
+        console.fact("  before", short(example.before))
+        console.fact("  after", short(example.after))
     console.fact("report", f"{folder.path / 'report.md'}")
     console.fact("next", f"minigpt chat -m {quoted(folder.path)}", wrapped=False)
-
-
-def _short(text: str) -> str:
-    """One line of a prompt or an answer, cut where it is long."""
-    line = on_one_line(text)
-    return f"{line[: SHOWN_CHARS - 1]}…" if len(line) > SHOWN_CHARS else line

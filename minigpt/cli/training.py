@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES = 4  # texts shown while a run trains
+SHOWN_CHARS = 160  # of a question or an answer
 
 R = TypeVar("R", bound=Run)
 
@@ -121,6 +122,12 @@ def _follow(run: R, sample: Callable[[R], str], stop: StopRequest, label: str) -
 def on_one_line(text: str) -> str:
     """Return what a model wrote without line ends, and without what a terminal might take for a command."""
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(text.split()))
+
+
+def short(text: str) -> str:
+    """One line of a question or an answer, cut where it is long."""
+    line = on_one_line(text)
+    return f"{line[: SHOWN_CHARS - 1]}…" if len(line) > SHOWN_CHARS else line
 
 
 def show_result(run: Run, folder: RunFolder, score: Validation | None) -> None:

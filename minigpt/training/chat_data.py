@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.config import ModelConfig
-from minigpt.errors import ConfigError, DataError
+from minigpt.errors import ConfigError
 from minigpt.text.chat import CHATML, ChatTemplate, chat_template
 from minigpt.text.conversations import (
     ChatCounts,
@@ -203,9 +203,3 @@ def _tell_rows(packing: Sequence[PackedRows], fitted: FitCounts, report: Reporte
     if fitted.dropped:
         text += f"; {fitted.dropped:,} dropped, since no answer was left in them"
     report.fact("rows", text)
-
-
-def check_same_data(data: ChatData, digest: object, named: str) -> None:
-    """Refuse to go on with other conversations than a run began with: a DataError."""
-    if data.facts["digest"] != digest:
-        raise DataError(f"{named} has changed since this run began; put the old data back, or start again")

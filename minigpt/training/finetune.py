@@ -23,9 +23,9 @@ from minigpt.text.chat import ChatTemplate, Message
 from minigpt.text.conversations import Conversation
 from minigpt.text.fitting import Encoded
 from minigpt.text.tokenizer import Tokenizer
-from minigpt.training import probe, runs
+from minigpt.training import probe, runs, tuning
 from minigpt.training.chat_batches import ChatBatches, batches_of
-from minigpt.training.chat_data import ChatData, ChatRequest, check_same_data, read_chat
+from minigpt.training.chat_data import ChatData, ChatRequest, read_chat
 from minigpt.training.distributed import ALONE, Ranks
 from minigpt.training.objectives import NextToken, NoisyNextToken
 from minigpt.training.packing import PackedRows
@@ -36,11 +36,9 @@ from minigpt.training.trainer import Trainer
 from minigpt.training.tuning import (
     adapted,
     adapter_size,
-    asked_before,
     base_facts,
     load_base,
     load_same_base,
-    recorded_lora,
     save_all_but_weights,
 )
 from minigpt.training.tuning_plan import Rows, TuningRequest, make_tuning_plan, tuning_optimizer
@@ -140,7 +138,7 @@ def resume(
     plan = runs.recorded_plan(record, None if state is None else state[1], folder)
     chat = read_chat(data, Tokenizer.load(folder.path), plan.model, plan.train.context, folder, report)
     with understanding(folder):
-        check_same_data(chat, record["chat"]["digest"], data.named)
+        tuning.check_same_data(chat.facts, record["chat"], data.named)
     if request.lora is None and state is not None:
         model = GPT(plan.model)
     else:
@@ -161,21 +159,13 @@ def recorded(folder: RunFolder) -> dict[str, Any] | None:
 
 def asked(record: dict[str, Any], folder: RunFolder) -> tuple[ChatRequest, TuningRequest]:
     """Return what a recorded run was begun with."""
-    with understanding(folder):
-        data, request = dict(record["data"]), dict(record["request"])
-        request["lora"] = recorded_lora(request["lora"])
-        data |= {"sources": tuple(data["sources"]), "mix": tuple(data["mix"])}
-        return ChatRequest(**data), TuningRequest(**request)
+    return tuning.asked(record, folder, TuningRequest)
 
 
 def check_same(record: dict[str, Any], folder: RunFolder, data: ChatRequest | None, said: dict[str, Any]) -> None:
     """Refuse to resume with other data, if some was named, or other settings, if said, than the run began with."""
-    begun_data, begun = asked(record, folder)
-    if data is not None:
-        runs.check_source(data.sources == begun_data.sources, data.named, begun_data.named)
-    with understanding(folder):
-        before = asked_before(record, begun, asdict(begun_data))
-    runs.check_said(before, said)
+    begun = asked(record, folder)
+    tuning.check_same(record, folder, begun, data, said)
 
 
 def answer(model: GPT, chat: ChatData, conversations: Sequence[Conversation]) -> list[str]:

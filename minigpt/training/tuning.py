@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,9 +17,12 @@ from minigpt.errors import DataError, ModelFolderError
 from minigpt.model.lora import add_lora, lora_parameters
 from minigpt.model.transformer import GPT
 from minigpt.text.tokenizer import Tokenizer
+from minigpt.training.chat_data import ChatRequest
 from minigpt.training.run_folder import RunFolder
-from minigpt.training.runs import understanding
+from minigpt.training.runs import check_said, check_source, understanding
 from minigpt.training.tuning_plan import TuningRequest
+
+R = TypeVar("R", bound=TuningRequest)
 
 
 def load_base(request: TuningRequest, folder: RunFolder) -> LoadedModel:
@@ -79,19 +82,44 @@ def save_all_but_weights(
         save_companions(folder.path, tokenizer, record, base.generation)
 
 
-def recorded_lora(values: Mapping[str, Any] | None) -> LoraConfig | None:
-    """Return the adapter of a recorded request."""
-    if values is None:
-        return None
-    targets = values["targets"]
-    return LoraConfig(**{**values, "targets": None if targets is None else tuple(targets)})
+def asked(record: Mapping[str, Any], folder: RunFolder, kind: type[R]) -> tuple[ChatRequest, R]:
+    """Return what a recorded run was begun with: its data, and its request, of a `kind`."""
+    with understanding(folder):
+        request = _with_tuples(record["request"])
+        if request["lora"] is not None:
+            request["lora"] = LoraConfig(**_with_tuples(request["lora"]))
+        return ChatRequest(**_with_tuples(record["data"])), kind(**request)
 
 
-def asked_before(record: Mapping[str, Any], request: TuningRequest, *others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings that a recorded run was begun with, under the names that options are compared by."""
-    before = dict(record["plan"]["train"])
-    for other in others:
-        before |= other
-    before |= {name: value for name, value in asdict(request).items() if value is not None}
+def check_same_data(facts: Mapping[str, Any], recorded: Mapping[str, Any], named: str) -> None:
+    """Refuse to go on with other data than a run began with: a DataError."""
+    if facts["digest"] != recorded["digest"]:
+        raise DataError(f"{named} has changed since this run began; put the old data back, or start again")
+
+
+def check_same(
+    record: Mapping[str, Any],
+    folder: RunFolder,
+    begun: tuple[ChatRequest, TuningRequest],
+    data: ChatRequest | None,
+    said: Mapping[str, Any],
+    method: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse to resume with other data, if some was named, or other settings, if said, than the run began with.
+
+    `method` are the settings of its method, under the names of its options.
+    """
+    begun_data, request = begun
+    if data is not None:
+        check_source(data.sources == begun_data.sources, data.named, begun_data.named)
+    with understanding(folder):
+        before = record["plan"]["train"] | asdict(begun_data) | dict(method or {})
+        before |= {name: value for name, value in asdict(request).items() if value is not None}
     adapter = {} if request.lora is None else asdict(request.lora)
-    return before | {f"lora_{name}": value for name, value in adapter.items()} | {"lora": request.lora is not None}
+    before |= {f"lora_{name}": value for name, value in adapter.items()} | {"lora": request.lora is not None}
+    check_said(before, said)
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they were before JSON made lists of tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
