@@ -23,6 +23,19 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     other.unlock()
 
 
+def test_a_folder_that_was_made_for_nothing_goes(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name, written, stays in (("new", False, False), ("new", True, True), ("there", False, True)):
+        folder = RunFolder(tmp_path / name)
+        folder.lock()
+        if written:
+            folder.append_metrics({"step": 1})
+        folder.unlock()
+        assert folder.path.exists() == stays
+        folder.lock()
+        folder.unlock()
+
+
 def test_a_place_that_cannot_be_a_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):

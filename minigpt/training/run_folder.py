@@ -38,6 +38,7 @@ class RunFolder:
         self.state_path = path / "last" / "state.safetensors"
         self.metrics_path = path / "metrics.jsonl"
         self._lock = filelock.FileLock(path / ".lock")
+        self._made = False  # the folder is this object's
 
     def lock(self, *, keep_incoming: bool = False) -> None:
         """Keep other runs out until this process ends, and drop text that a killed run left, unless it is to be used.
@@ -45,6 +46,7 @@ class RunFolder:
         A folder in use is a TrainingError.
         """
         try:
+            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
             part_path(self.incoming_path).unlink(missing_ok=True)
@@ -58,7 +60,12 @@ class RunFolder:
             raise TrainingError(f"cannot write {self.path}: {error.strerror}; write elsewhere with -o") from error
 
     def unlock(self) -> None:
-        """Let other runs in."""
+        """Let other runs in; a folder that was made for nothing goes."""
+        lock = Path(self._lock.lock_file)
+        with contextlib.suppress(OSError):  # Windows keeps an open file
+            if self._made and [*self.path.iterdir()] == [lock]:
+                lock.unlink()  # still held: who has found it finds it taken
+                self.path.rmdir()
         self._lock.release()
 
     def taken(self) -> str | None:
