@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minigpt.model import native
+from minigpt.model import compiler, native
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     try:
         assert native.library() is not None
         assert [path.suffix for path in (tmp_path / "minigpt").iterdir()] == [".so"]
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
         native.library.cache_clear()
         assert native.library() is not None
     finally:

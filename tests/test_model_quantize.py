@@ -12,7 +12,7 @@ from torch import Tensor
 from variants import CONTEXT, VARIANTS, make_model, random_tokens
 
 from minigpt.config import ModelConfig, QuantizeName
-from minigpt.model import native
+from minigpt.model import compiler, native
 from minigpt.model.cache import KVCache
 from minigpt.model.decoding import prepare
 from minigpt.model.quantize import FEW_ROWS, GROUP, QuantizedEmbedding, QuantizedLinear, quantized
@@ -81,12 +81,12 @@ def test_a_row_alone_is_bit_for_bit_that_row_among_others(kind: QuantizeName) ->
         assert torch.equal(layer(x[row : row + 1])[0], together[row])
 
 
-@pytest.mark.parametrize("compiler", [None, "false"])
+@pytest.mark.parametrize("found", [None, "false"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_compiler_that_works_pytorch_multiplies(
-    kind: QuantizeName, compiler: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: QuantizeName, found: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: found)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     try:
