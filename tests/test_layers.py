@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "config": 0,
     "units": 0,
+    "compiler": 0,
     "text": 1,
     "model": 1,
     "checkpoint": 2,
@@ -29,7 +30,7 @@ LAYERS = {
     "__main__": 7,
 }
 MAY_IMPORT_BESIDE = {("config", "errors"), ("cli", "__init__")}
-TORCH_FREE = {"__init__", "__main__", "errors", "config", "text", "cli"}
+TORCH_FREE = {"__init__", "__main__", "errors", "config", "compiler", "text", "cli"}
 MOST_LINES = 420
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minigpt.model import compiler, native
+from minigpt import compiler
+from minigpt.model import native
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

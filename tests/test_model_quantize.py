@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from variants import CONTEXT, VARIANTS, make_model, random_tokens
 
+from minigpt import compiler
 from minigpt.config import ModelConfig, QuantizeName
-from minigpt.model import compiler, native
+from minigpt.model import native
 from minigpt.model.cache import KVCache
 from minigpt.model.decoding import prepare
 from minigpt.model.quantize import FEW_ROWS, GROUP, QuantizedEmbedding, QuantizedLinear, quantized

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from minigpt.model.compiler import compiled
+from minigpt.compiler import compiled
 
 SOURCE = Path(__file__).with_name("native.c")
 _INPUTS = {"float32": 32, "int8": 32, "int4": 64}  # of what the inputs must be a multiple

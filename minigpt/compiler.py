@@ -1,6 +1,6 @@
 """C for the user's own processor: compiled when first asked for, where there is a compiler, and kept.
 
-It is an addition to PyTorch, never a need: whoever asks must do without where the answer is None.
+It is an addition, never a need: whoever asks must do without where the answer is None.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-w")
 
 
@@ -24,6 +22,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     """Load what a file of C was compiled to for this machine, or compile it; None where there is no compiler that can.
 
     OpenMP's symbols are those that torch has loaded: one set of threads does both, so that none wait for each other.
+    So what uses OpenMP can be loaded after torch only.
     """
     kept = _cache_folder() / f"{source.stem}-{_key(source)}.so"
     try:
@@ -59,5 +58,5 @@ def _key(source: Path) -> str:
     info = Path("/proc/cpuinfo")
     processor = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
     flags = [line for line in processor.splitlines() if line.startswith(("model name", "flags", "Features"))]
-    parts = (source.read_text(encoding="utf-8"), *_FLAGS, torch.__version__, platform.machine(), *flags)
+    parts = (source.read_text(encoding="utf-8"), *_FLAGS, platform.machine(), *flags)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
