@@ -18,6 +18,11 @@ from pathlib import Path
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-w")
 
 
+def found() -> str | None:
+    """The path of a C compiler, or None."""
+    return shutil.which("cc")
+
+
 def compiled(source: Path) -> ctypes.CDLL | None:
     """Load what a file of C was compiled to for this machine, or compile it; None where there is no compiler that can.
 
@@ -33,20 +38,20 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 def _compile(source: Path, kept: Path) -> ctypes.CDLL:
     """Compile and load, and keep it where that can be written."""
-    compiler = shutil.which("cc")
+    compiler = found()
     if compiler is None:
         raise FileNotFoundError("cc")
     with tempfile.TemporaryDirectory(prefix="minigpt-") as folder:
         unlinked, linked = str(Path(folder, "code.o")), str(Path(folder, "code.so"))
         for command in ([*_FLAGS, "-c", str(source), "-o", unlinked], ["-shared", unlinked, "-lm", "-o", linked]):
             subprocess.run([compiler, *command], check=True, capture_output=True, timeout=60)
-        found = ctypes.CDLL(linked)
+        library = ctypes.CDLL(linked)
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             part = kept.with_suffix(f".{os.getpid()}")
             shutil.copyfile(linked, part)
             part.replace(kept)
-        return found
+        return library
 
 
 def _cache_folder() -> Path:

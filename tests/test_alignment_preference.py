@@ -225,7 +225,7 @@ def test_every_method_learns_to_tell_the_answers_apart(tmp_path: Path, base: Pat
     )
     events = run(aligned.trainer)
     steps = steps_of(events, StepDone)
-    assert steps[-1].loss < 0.8 * steps[0].loss
+    assert sum(step.loss for step in steps[-10:]) / 10 < 0.75 * steps[0].loss
     assert aligned.final_score is not None
     found = aligned.final_score(load(tmp_path / "run").model)
     if method == "kto":  # a bad answer may still be likelier than it was, as long as good ones gain more

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from variants import CONTEXT, VARIANTS
 
+from minigpt import compiler
 from minigpt.config import ArchitectureName, ModelConfig, preset_config
-from minigpt.model import size
+from minigpt.model import fused, size
 from minigpt.model.cache import KVCache
 from minigpt.model.loss import chunk_rows
 from minigpt.model.transformer import GPT
@@ -72,9 +73,19 @@ def test_a_text_longer_than_the_context_costs_a_band_of_attention() -> None:
         assert size.flops_per_token(config, context, training=False) == int(expected)
 
 
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "found", lambda: None)
+    monkeypatch.setattr(fused, "library", lambda: None)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @every_variant
-def test_activations_are_what_the_backward_pass_keeps(config: ModelConfig, mixed: bool) -> None:
+def test_activations_are_what_the_backward_pass_keeps(
+    config: ModelConfig, mixed: bool, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plain:
+        without_compiler(monkeypatch)
     model, batch = GPT(config), 3
     model.initialize(torch.Generator().manual_seed(0))
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
@@ -98,6 +109,10 @@ def test_activations_are_what_the_backward_pass_keeps(config: ModelConfig, mixed
     angles = 4 * CONTEXT * config.head_dim if config.traits.positions == "rotary" else 0  # once, not for each token
     masks = size.mask_bytes(config, CONTEXT, "bfloat16" if mixed else "float32")
     assert (masks > 0) == (config.window < CONTEXT)
+    if size.fused(config, "bfloat16" if mixed else "float32", "cpu"):
+        assert not mixed
+        assert not plain
+        masks = 0
     assert found == expected + angles + masks
 
 
@@ -121,7 +136,8 @@ def test_biases_of_queries_keys_and_values_are_counted() -> None:
     assert size.training_bytes(with_them, 2, CONTEXT) - size.training_bytes(without, 2, CONTEXT) == 16 * biases
 
 
-def test_a_window_narrower_than_the_text_costs_a_mask_a_layer() -> None:
+def test_a_window_narrower_than_the_text_costs_a_mask_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler(monkeypatch)
     config = VARIANTS["mistral"]
     wide = replace(config, sliding_window=None)
     for rows in (1, 3):
@@ -130,7 +146,8 @@ def test_a_window_narrower_than_the_text_costs_a_mask_a_layer() -> None:
     assert size.training_bytes(config, 1, 6) == size.training_bytes(wide, 1, 6)
 
 
-def test_packed_rows_keep_a_mask_in_every_layer() -> None:
+def test_packed_rows_keep_a_mask_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler(monkeypatch)
     config, batch = VARIANTS["qwen3"], 3
     model, tokens = GPT(config), torch.zeros(batch, CONTEXT, dtype=torch.long)
     model.initialize(torch.Generator().manual_seed(0))

@@ -31,6 +31,7 @@ VARIANTS: dict[str, ModelConfig] = {
     "qwen3-ungrouped": replace(_ROTARY, num_key_value_heads=4),
     "qwen3-one-kv-head": replace(_ROTARY, num_key_value_heads=1),
     "qwen3-wide-heads": replace(_ROTARY, head_dim=12),
+    "qwen3-heads-of-16": replace(_ROTARY, head_dim=16),  # for which a CPU has attention of its own
     "llama": replace(_ROTARY, architecture="llama"),
     "llama-untied-ungrouped": replace(
         _ROTARY, architecture="llama", num_key_value_heads=4, tie_word_embeddings=False, norm_eps=1e-5
@@ -45,6 +46,7 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "qwen2": replace(_ROTARY, architecture="qwen2"),
     "mistral": replace(_ROTARY, architecture="mistral", sliding_window=6),
+    "mistral-heads-of-16": replace(_ROTARY, architecture="mistral", sliding_window=6, head_dim=16),
     "gpt2": replace(_LAYER_NORM, architecture="gpt2", num_key_value_heads=4),
     "gpt2-untied": replace(_LAYER_NORM, architecture="gpt2", num_key_value_heads=4, tie_word_embeddings=False),
     "transformer-2017": replace(_LAYER_NORM, architecture="transformer-2017", num_key_value_heads=4),

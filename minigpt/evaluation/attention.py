@@ -63,6 +63,8 @@ def module_weights(module: Attention, x: Tensor, plan: AttentionPlan, rotary: Ro
     key = key.repeat_interleave(group, dim=1)  # (B, K, T, D) -> (B, H, T, D): the heads of a group share a key
     scores = query.float() @ key.float().transpose(-1, -2) / math.sqrt(module.head_dim)  # (B, H, T, T)
     mask = plan.mask if plan.mask is not None else torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+    if plan.first is not None:
+        mask = mask & (torch.arange(T, device=x.device) >= plan.first[:, None, :, None])
     return scores.masked_fill(~mask, -math.inf).softmax(-1)
 
 

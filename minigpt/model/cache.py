@@ -26,6 +26,8 @@ class AttentionPlan:
     slots: Tensor | None = None  # (B, T): where keys go; None: they follow those that are there
     keys: int = 0  # how many slots the queries look at
     blocks: Any = None  # in place of `mask`: what FlexAttention skips
+    fused: bool = False  # norms, rotary positions and attention in one piece, from `first` (B, T) on or the beginning
+    first: Tensor | None = None
 
 
 class KVCache:

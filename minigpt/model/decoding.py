@@ -68,6 +68,12 @@ class FusedAttention(Attention):
         self.o_proj = make(plain.o_proj.weight, plain.o_proj.bias)  # type: ignore[assignment]
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
 
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all queries (B, T, H D), keys and values (B, T, K D) of `x` (B, T, C)."""
+        widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        query, key, value = self.qkv_proj(x).split(widths, dim=-1)
+        return query, key, value
+
     def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return query (B, H, T, D), key and value (B, K, T, D) of `x` (B, T, C), normed and turned by position."""
         sizes = (self.heads, self.kv_heads, self.kv_heads)

@@ -6,6 +6,7 @@ width of the MLP, T the context, N the tokens of one micro-batch.
 
 from __future__ import annotations
 
+from minigpt import compiler
 from minigpt.config import DTypeName, ModelConfig, OptimizerName
 
 DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -13,6 +14,7 @@ DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # one's probabilities and slope, the new one's logits and log-probabilities.
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LOGIT_BYTES = 16
+FUSED_LOGIT_BYTES = 8  # where `fused.c` makes one of the other in place
 
 
 def parameters(config: ModelConfig) -> int:
@@ -70,32 +72,48 @@ def training_bytes(
 
     Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
     To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
-    MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. On a
-    CPU the C library's allocator may hold as much again as all but weights and states, in freed blocks it does not
-    give back.
+    MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. A CPU
+    with a C compiler keeps much less in float32 (`fused.c`). On a CPU the C library's allocator may hold as much again
+    as all but weights and states, in freed blocks it does not give back.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
-    (`packed`) keep a mask each in every layer on a CPU. Of a model that is cut over `shards` processes each holds its
-    part of weights, gradients and states, and in full for a while the embeddings and two blocks, with their gradients.
+    (`packed`) keep a mask each in every layer on a CPU that has no compiler. Of a model that is cut over `shards`
+    processes each holds its part of weights, gradients and states, and in full for a while the embeddings and two
+    blocks, with their gradients.
     """
     total, tokens, element = parameters(config), micro_batch * context, DTYPE_BYTES[compute_dtype]
     matrices = config.num_hidden_layers * _block_matrices(config)
     states = 12 * (total if adapter is None else adapter)  # gradients, and what the optimizer keeps
     states -= 4 * matrices if optimizer == "muon" and adapter is None else 0
     copies = element * matrices if element < 4 else 0  # what autocast makes of the matrices, kept until the step's end
-    kept = activation_bytes(config, tokens, compute_dtype) + mask_bytes(config, context, compute_dtype)
+    whole = fused(config, compute_dtype, device)
+    kept = activation_bytes(config, tokens, compute_dtype, device)
+    kept += 0 if whole else mask_bytes(config, context, compute_dtype)
     kept += 4 * tokens * config.hidden_size  # the last hidden states
-    if packed and device == "cpu":
+    if packed and device == "cpu" and not whole:
         kept += config.num_hidden_layers * tokens * context * element
     wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
     output = 8 if adapter is None else element  # bytes a weight: its gradient twice, or a copy of it alone
     held = 4 * total + states
     if shards > 1:
         held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
-    return held + copies + kept + max(_loss_bytes(config, tokens, element, device, output), wide)
+    loss = _loss_bytes(config, tokens, element, device, output, FUSED_LOGIT_BYTES if whole else LOGIT_BYTES)
+    return held + copies + kept + max(loss, wide)
 
 
-def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName = "float32") -> int:
+def fused(config: ModelConfig, compute_dtype: DTypeName, device: str) -> bool:
+    """Whether attention as a whole is that of `fused.c`."""
+    multiple = 16 if config.traits.positions == "rotary" else 8
+    return _compiled(device) and compute_dtype == "float32" and config.head_dim % multiple == 0
+
+
+def _compiled(device: str) -> bool:
+    return device == "cpu" and compiler.found() is not None
+
+
+def activation_bytes(
+    config: ModelConfig, tokens: int, compute_dtype: DTypeName = "float32", device: str = "cpu"
+) -> int:
     """Return the bytes of hidden states that `tokens` tokens keep for the backward pass, the loss not included."""
     traits, element, C = config.traits, DTYPE_BYTES[compute_dtype], config.hidden_size
     H, K = config.num_attention_heads, config.num_key_value_heads
@@ -103,13 +121,16 @@ def activation_bytes(config: ModelConfig, tokens: int, compute_dtype: DTypeName 
     # Matrices that share an input share what is kept of it, but autocast makes a copy for each.
     shared_inputs = (3 + _mlp_inputs(config)) * C if element < 4 else 2 * C
     # Queries, keys, values and the result; rotary queries are laid out anew, so that the result is copied once more.
-    attended = queries + 2 * keys + queries + (queries if traits.positions == "rotary" else 0)
-    mlp = {"swiglu": 4, "gelu": 2, "relu": 1}[traits.mlp] * config.intermediate_size
+    whole, one_call = fused(config, compute_dtype, device), _compiled(device)
+    gated = one_call and element == 4
+    attended = queries + 2 * keys + queries + (queries if traits.positions == "rotary" and not whole else 0)
+    mlp = {"swiglu": 3 if gated else 4, "gelu": 2, "relu": 1}[traits.mlp] * config.intermediate_size
     block = element * (shared_inputs + attended + mlp) + 4 * H  # and the softmax's divisor
-    block += 2 * _norm_bytes(config, C, 1)
-    if traits.qk_norm:
-        block += _norm_bytes(config, queries, H) + _norm_bytes(config, keys, K)
-    last = _norm_bytes(config, C, 1) if traits.norm_first else 0
+    block += 2 * _norm_bytes(config, C, 1, one_call)
+    if traits.qk_norm and not whole:
+        quick = gated and config.head_dim % 8 == 0
+        block += _norm_bytes(config, queries, H, quick) + _norm_bytes(config, keys, K, quick)
+    last = _norm_bytes(config, C, 1, one_call) if traits.norm_first else 0
     return tokens * (config.num_hidden_layers * block + last)
 
 
@@ -140,20 +161,21 @@ def _block_matrices(config: ModelConfig) -> int:
     return config.hidden_size * (2 * queries + 2 * keys + (_mlp_inputs(config) + 1) * config.intermediate_size)
 
 
-def _norm_bytes(config: ModelConfig, width: int, vectors: int) -> int:
+def _norm_bytes(config: ModelConfig, width: int, vectors: int, one_call: bool = False) -> int:
     """What a norm keeps of `width` numbers in `vectors` vectors, always in float32.
 
-    RMSNorm keeps input, result before the gain, and one factor a vector; LayerNorm input, mean and deviation.
+    RMSNorm keeps input, one factor a vector, and where it is not `one_call` the result before the gain; LayerNorm
+    input, mean and deviation.
     """
     if config.traits.norm == "rms":
-        return 8 * width + 4 * vectors
+        return (4 if one_call else 8) * width + 4 * vectors
     return 4 * width + 8 * vectors
 
 
-def _loss_bytes(config: ModelConfig, tokens: int, element: int, device: str, output: int) -> int:
+def _loss_bytes(config: ModelConfig, tokens: int, element: int, device: str, output: int, logit: int) -> int:
     """What the loss has at hand when it is done: hidden states' gradient, `output` bytes for each weight of the output
-    layer, a chunk of logits.
+    layer, `logit` for each of a chunk of logits.
     """
     logits = min(tokens * config.vocab_size, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["cuda"]))
     weights = output * config.vocab_size * config.hidden_size
-    return element * tokens * config.hidden_size + weights + LOGIT_BYTES * logits
+    return element * tokens * config.hidden_size + weights + logit * logits

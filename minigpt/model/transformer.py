@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.config import ModelConfig
+from minigpt.model import fused
 from minigpt.model.cache import AttentionPlan, KVCache
 from minigpt.model.kernels import Kernels, block_attention, document_blocks
 from minigpt.model.positions import rotary_angles, rotate, sinusoidal
@@ -35,6 +36,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.layer:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if fused.fits(x):
+            return fused.rms_norm(x, self.weight, self.eps)
         # Under autocast queries and keys are narrower than their gain; PyTorch warns of mixed types.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -59,19 +62,29 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, config) if config.traits.qk_norm else None
 
     def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
-        query, key, value = self.project(x, rotary)
-        if cache is not None:
-            key, value = cache.write(self.layer, key, value, plan)  # (B, K, S, D)
-        dropout = self.dropout if self.training else 0.0
-        out = attend(query, key, value, plan, dropout)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, H*D) -> (B, T, C)
+        if plan.fused:
+            projected = self.projections(x)
+            out = fused.attention(*projected, self.head_dim, self.q_norm, self.k_norm, rotary, plan.first)
+        else:
+            query, key, value = self.project(x, rotary)
+            if cache is not None:
+                key, value = cache.write(self.layer, key, value, plan)  # (B, K, S, D)
+            out = attend(query, key, value, plan, self.dropout if self.training else 0.0)
+            out = out.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H*D)
+        mixed: Tensor = self.o_proj(out)  # (B, T, C)
         return mixed
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all queries (B, T, H D), keys and values (B, T, K D) of `x` (B, T, C), as the matrices give them."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """Take heads (B, T, heads D) apart: (B, heads, T, D)."""
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return query (B, H, T, D), key and value (B, K, T, D) of `x` (B, T, C), normed and turned by position."""
-        query = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-        key = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        value = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        query, key, value = (self.by_head(part) for part in self.projections(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotary is not None:
@@ -113,7 +126,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide: Tensor = self.up_proj(x)  # (B, T, width)
         if self.gate_proj is not None:
-            wide = F.silu(self.gate_proj(x)) * wide
+            gate = self.gate_proj(x)
+            wide = fused.gated(gate, wide) if fused.fits(wide) else F.silu(gate) * wide
         elif self.kind == "gelu":
             wide = F.gelu(wide, approximate="tanh")
         else:
@@ -179,8 +193,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:
         training = self.training and cache is None
-        flex = training and self.kernels.flex and self.config.dropout == 0.0
-        plan = causal_plan(tokens, self.config, documents, flex) if cache is None else cache.plan(tokens.shape[1])
+        plan = self.plan(tokens, documents) if cache is None else cache.plan(tokens.shape[1])
         x = self.embed(tokens, plan.positions)  # (B, T, C)
         rotary = self.rotary(plan.positions)
         for block in self.layers:
@@ -188,6 +201,15 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(new_lengths or [tokens.shape[1]] * tokens.shape[0])
         return x if self.norm is None else self.norm(x)
+
+    def plan(self, tokens: Tensor, documents: Tensor | None) -> AttentionPlan:
+        """Choose how attention without a cache is computed: as one piece, in tiles, or under a mask."""
+        dropout = self.training and self.config.dropout > 0.0
+        flex = self.training and self.kernels.flex and not dropout
+        rotary = self.config.traits.positions == "rotary"
+        fits = fused.fits_heads(next(self.parameters()), self.config.head_dim, rotary)
+        whole = fits and not self.kernels.flex and not dropout
+        return causal_plan(tokens, self.config, documents, flex, whole)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Look up (B, T) tokens as (B, T, C) vectors, with positions added where the architecture adds them."""
@@ -209,28 +231,29 @@ class Decoder(nn.Module):
         return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
 
-def causal_plan(tokens: Tensor, config: ModelConfig, documents: Tensor | None, flex: bool = False) -> AttentionPlan:
+def causal_plan(
+    tokens: Tensor, config: ModelConfig, documents: Tensor | None, flex: bool = False, whole: bool = False
+) -> AttentionPlan:
     """Each token sees itself and those before it, at most one window back, and with `documents` (B, T) only its own.
 
     Positions start again in each document, so that packed documents are read as if each stood alone; a document is a
-    run of equal numbers.
+    run of equal numbers. `whole` leaves everything to `fused.attention`, `flex` documents to FlexAttention.
     """
     T = tokens.shape[1]
     positions = torch.arange(T, device=tokens.device)
     if documents is None and T <= config.window:
-        return AttentionPlan(positions, is_causal=T > 1)
-    own = positions
+        return AttentionPlan(positions, is_causal=T > 1, fused=whole)
+    begin = torch.zeros_like(positions)
     if documents is not None:
         begins = documents != documents.roll(1, dims=1)  # (B, T); a first token begins at 0 in any case
-        own = positions - torch.where(begins, positions, 0).cummax(dim=1).values  # (B, T)
+        begin = torch.where(begins, positions, 0).cummax(dim=1).values  # (B, T)
         if flex:
-            return AttentionPlan(own, blocks=document_blocks(documents, config.window))
-    distance = positions.unsqueeze(-1) - positions  # (T, T)
-    mask = (distance >= 0) & (distance < config.window)
-    if documents is not None:
-        same = documents.unsqueeze(-1) == documents.unsqueeze(1)  # (B, T, T)
-        mask = (mask & same).unsqueeze(1)  # (B, 1, T, T)
-    return AttentionPlan(own, mask=mask)
+            return AttentionPlan(positions - begin, blocks=document_blocks(documents, config.window))
+    first = begin.maximum(positions - config.window + 1)  # (T,) or (B, T): the first token that each one sees
+    if whole:
+        return AttentionPlan(positions - begin, fused=True, first=first.int().expand_as(tokens).contiguous())
+    mask = (positions >= first.unsqueeze(-1)) & (positions <= positions.unsqueeze(-1))  # (T, T) or (B, T, T)
+    return AttentionPlan(positions - begin, mask=mask if documents is None else mask.unsqueeze(1))
 
 
 class GPT(nn.Module):
