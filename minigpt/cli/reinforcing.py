@@ -25,7 +25,7 @@ from minigpt.cli.tuning import Asked
 from minigpt.errors import ConfigError
 from minigpt.evaluation.panels import panels_svg
 from minigpt.training import runs
-from minigpt.training.probe import used_memory
+from minigpt.training.probe import peak_memory
 from minigpt.training.run_folder import RunFolder
 from minigpt.units import byte_size
 
@@ -108,7 +108,7 @@ def _conclude(run: PolicyRun, folder: RunFolder) -> None:
     progress = run.trainer.progress
     console.note("")
     held_out = "" if score is None else f"{score.text} at step {progress.best_step:,} (best), "
-    memory = byte_size(used_memory(run.trainer.device))
+    memory = byte_size(peak_memory(run.trainer.device))
     console.fact("done", f"{folder.path}: {held_out}{console.duration(progress.elapsed)}, {memory} of memory")
     _show(folder, found)
 

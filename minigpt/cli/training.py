@@ -15,7 +15,7 @@ from minigpt.cli.models import pick_device
 from minigpt.cli.signals import StopRequest, stop_request
 from minigpt.errors import ConfigError
 from minigpt.evaluation.curves import loss_svg, terminal_curve
-from minigpt.training.probe import used_memory
+from minigpt.training.probe import peak_memory
 from minigpt.training.run_folder import RunFolder
 from minigpt.training.runs import RECORD, Run
 from minigpt.training.trainer import Evaluated, StepDone, Validation, Warned
@@ -139,7 +139,7 @@ def show_result(run: Run, folder: RunFolder, score: Validation | None) -> None:
     if sys.stderr.isatty():
         console.note(terminal_curve(rows, 72, 10))
     held_out = "" if score is None else f"{score.text} at step {progress.best_step:,} (best), "
-    memory = byte_size(used_memory(run.trainer.device))
+    memory = byte_size(peak_memory(run.trainer.device))
     console.fact(
         "done",
         f"{folder.path}: {held_out}{console.duration(progress.elapsed)}, {memory} of memory, "

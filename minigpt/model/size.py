@@ -15,6 +15,7 @@ DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LOGIT_BYTES = 16
 FUSED_LOGIT_BYTES = 8  # where `fused.c` makes one of the other in place
+HEAP = 1.35  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -73,8 +74,7 @@ def training_bytes(
     Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
     To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
     MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. A CPU
-    with a C compiler keeps much less in float32 (`fused.c`). On a CPU the C library's allocator may hold as much again
-    as all but weights and states, in freed blocks it does not give back.
+    with a C compiler keeps much less in float32 (`fused.c`). On a CPU the heap's holes are counted too.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
     (`packed`) keep a mask each in every layer on a CPU that has no compiler. Of a model that is cut over `shards`
@@ -98,7 +98,8 @@ def training_bytes(
     if shards > 1:
         held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
     loss = _loss_bytes(config, tokens, element, device, output, FUSED_LOGIT_BYTES if whole else LOGIT_BYTES)
-    return held + copies + kept + max(loss, wide)
+    passing = copies + kept + max(loss, wide)
+    return held + (int(HEAP * passing) if device == "cpu" else passing)
 
 
 def fused(config: ModelConfig, compute_dtype: DTypeName, device: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_MXFAST = -1, -4, 1  # of glibc's mallopt
 
 
 def keep_freed_memory() -> None:
@@ -20,3 +20,4 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, -1)  # never
         mallopt(M_MMAP_MAX, 0)
+        mallopt(M_MXFAST, 0)  # what is left beside an aligned block joins it again when it is freed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -128,11 +130,19 @@ def total_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def used_memory(device: torch.device) -> int:
-    """Return the bytes this process holds on the device."""
+def used_memory() -> int:
+    """Return the bytes of the machine's memory that this process holds."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held on the device so far; where that is not known, what it holds."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
-    return int(psutil.Process().memory_info().rss)
+    with suppress(OSError, StopIteration):  # not getrusage: it counts what the parent held when it forked
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return used_memory()
 
 
 def look_at(device: torch.device, dtype: DTypeName, *, timed: bool) -> Machine:

@@ -188,7 +188,10 @@ def take_up(run: Run, folder: RunFolder, state: State, report: Reporter) -> None
 
 
 def describe(plan: Plan, device: torch.device, need: int, report: Reporter, ranks: Ranks = ALONE) -> None:
-    """Say what is trained, on what, for how long, and in how much memory (`need` bytes)."""
+    """Say what is trained, on what, for how long, and in how much memory.
+
+    To the `need` bytes of training comes, on a CPU, what the program holds already.
+    """
     model, train = plan.model, plan.train
     report.fact(
         "model",
@@ -205,6 +208,7 @@ def describe(plan: Plan, device: torch.device, need: int, report: Reporter, rank
     micro = ranks.pass_rows(train.batch_size, train.micro_batch_size)
     rows = "" if micro == train.batch_size else f", micro-batches of {micro}"
     each = " each" if ranks.count > 1 else ""
+    need += probe.used_memory() if device.type == "cpu" else 0
     report.fact("memory", f"about {byte_size(need)}{each} of {byte_size(probe.total_memory(device))}{rows}")
 
 
