@@ -148,12 +148,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(slope, cast, out=hidden_grad[start : start + rows])
             if weight_grad is not None:
-                if h.dtype == torch.float16:
-                    # It ends at 65504, and a chunk's sum is not yet divided by its tokens. In place, since autocast
-                    # would turn the arguments of torch.mm back to half precision.
-                    weight_grad.addmm_(slope.t().float(), h.float())
-                else:
+                if h.dtype == torch.bfloat16:
                     weight_grad += torch.mm(slope.t(), h)
+                else:
+                    # float16 ends at 65504, and a chunk's sum is not yet divided by its tokens. In place, since
+                    # autocast would turn the arguments of torch.mm back to half precision.
+                    weight_grad.addmm_(slope.t().float(), h.float())
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:V])
         return total
 

@@ -8,8 +8,7 @@ together, in the type that is fast.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,24 +38,35 @@ class Muon(torch.optim.Optimizer):
         """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            alike: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    update = whole_tensor(self._momentum(weight, weight.grad, group["momentum"]))
-                    wide = update if update.shape[0] <= update.shape[1] else update.t()
-                    alike[wide.shape[0], wide.shape[1]].append((weight, wide))
-            for members in alike.values():
-                steps = orthogonalize(torch.stack([wide for _, wide in members]), group["dtype"])
-                for (weight, wide), step in zip(members, steps, strict=True):
-                    _apply(weight, cut_like(step if wide.shape == weight.shape else step.t(), weight), group)
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            gradients, buffers = [weight.grad for weight in weights], [self._buffer(weight) for weight in weights]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            steps = _steps(torch._foreach_lerp(gradients, buffers, group["momentum"]), group["dtype"])
+            cut = [cut_like(step, weight) for step, weight in zip(steps, weights, strict=True)]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, cut, alpha=-group["lr"])
 
-    def _momentum(self, weight: nn.Parameter, gradient: Tensor, momentum: float) -> Tensor:
+    def _buffer(self, weight: nn.Parameter) -> Tensor:
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         buffer: Tensor = state["momentum_buffer"]
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum)
+        return buffer
+
+
+def _steps(updates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Make matrices orthogonal and scale them, those of one shape together."""
+    steps, alike = list(updates), defaultdict[tuple[int, int], list[tuple[int, Tensor]]](list)
+    for place, update in enumerate(updates):
+        whole = whole_tensor(update)
+        wide = whole if whole.shape[0] <= whole.shape[1] else whole.t()
+        alike[wide.shape[0], wide.shape[1]].append((place, wide))
+    for (_, width), members in alike.items():
+        made = orthogonalize(torch.stack([wide for _, wide in members]), dtype).to(updates[0].dtype)
+        made *= 0.2 * width**0.5
+        for (place, _), step in zip(members, made, strict=True):
+            steps[place] = step if step.shape == updates[place].shape else step.t()
+    return steps
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,8 +81,3 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         gram = torch.bmm(x, x.transpose(-2, -1))
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
-
-
-def _apply(weight: nn.Parameter, step: Tensor, group: dict[str, Any]) -> None:
-    weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.add_(step.to(weight.dtype), alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)
