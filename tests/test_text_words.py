@@ -15,9 +15,10 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minigpt.text import words as words_module
+from minigpt.text.merges import merges
 from minigpt.text.pieces import cut
 from minigpt.text.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer
-from minigpt.text.words import word_encoder
+from minigpt.text.words import WordEncoder, word_encoder
 
 LLAMA3 = PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SAMPLE = (
@@ -57,13 +58,23 @@ def backend(kind: str) -> Backend:
 
 KINDS = ("ours", "qwen", "llama3", "gpt2", "smollm")
 BACKENDS = {kind: backend(kind) for kind in KINDS}
-ENCODERS = {kind: word_encoder(one, json.loads(one.to_str())) for kind, one in BACKENDS.items()}
+
+
+def encoder_of(kind: str, compiled: bool) -> WordEncoder:
+    """An encoder with compiled merges, where there is a compiler, or without."""
+    encoder = word_encoder(BACKENDS[kind], json.loads(BACKENDS[kind].to_str()))
+    assert encoder is not None
+    encoder._merges = merges(BACKENDS[kind]) if compiled else None
+    return encoder
+
+
+ENCODERS = {kind: [encoder_of(kind, compiled) for compiled in (True, False)] for kind in KINDS}
 
 
 def check(kind: str, text: str) -> None:
-    encoder = ENCODERS[kind]
-    assert encoder is not None
-    assert encoder.encode(text).tolist() == BACKENDS[kind].encode(text, add_special_tokens=False).ids, repr(text)
+    expected = BACKENDS[kind].encode(text, add_special_tokens=False).ids
+    for encoder in ENCODERS[kind]:
+        assert encoder.encode(text).tolist() == expected, repr(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,19 +131,23 @@ def test_all_real_text(kind: str, shared: Path) -> None:
 def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words_module, "_MOST_WORDS", 7)
     monkeypatch.setattr(words_module, "_LONGEST_WORD", 4)
-    encoder = word_encoder(BACKENDS["ours"], json.loads(BACKENDS["ours"].to_str()))
-    assert encoder is not None
+    encoder = encoder_of("ours", compiled=False)
     assert encoder.encode(SAMPLE).tolist() == BACKENDS["ours"].encode(SAMPLE, add_special_tokens=False).ids
     table = encoder._ids.__self__  # type: ignore[attr-defined]
     assert 0 < len(table) <= 7
     assert all(len(word) <= 4 for word in table)
 
 
-def test_text_without_spaces_goes_to_the_library() -> None:
-    suits = words_module.WordEncoder.suits
-    assert all(map(suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
-    assert not any(map(suits, ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)))
+@pytest.mark.parametrize("compiled", [True, False])
+def test_text_without_spaces_goes_to_the_library_unless_merges_are_compiled(compiled: bool) -> None:
     tokenizer = Tokenizer.train([SAMPLE], 420)
+    encoder = tokenizer._words
+    assert encoder is not None
+    if not compiled:
+        encoder._merges = None
+    assert all(map(encoder.suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
+    suit = encoder._merges is not None
+    assert [encoder.suits(text) for text in ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)] == [suit, suit]
     texts = ["It's — a cat", "红楼梦中国古典小说" * 9, "", "naïve café"]
     expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
     assert tokenizer.encode_batch(texts, [False, True, False, True]) == expected

@@ -1,9 +1,10 @@
-"""Byte-level BPE by the word: text repeats its words, so most ids are looked up and few are worked out.
+"""Byte-level BPE by the word: the ids of most words are looked up, for text repeats them.
 
 The words are found by a regular expression of Python's that says what the tokenizer's own says, for the pre-tokenizers
-in wide use (GPT-2, Llama 3, Qwen, and this package's); a word that is new goes to the library's model. Text in which
-the two may disagree goes to the library, line by line: characters that are new in Unicode, numbers that are no digits,
-what NFC would change, and the names of tokens that were added to the vocabulary.
+in wide use (GPT-2, Llama 3, Qwen, and this package's). Compiled C gives their ids (``merges``); where there is none, a
+table, and the library's model for words that are new. Text in which the two may disagree goes to the library, line by
+line: characters that are new in Unicode, numbers that are no digits, what NFC would change, and the names of tokens
+that were added to the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
+from minigpt.text.merges import Merges, merges
 from minigpt.text.pieces import LINE_BORDER
 from minigpt.text.tokenizer_json import byte_alphabet, components
 
@@ -64,13 +66,15 @@ class WordEncoder:
         self._backend = backend
         self._find = words.findall
         self._ids = _Table(backend.model).__getitem__
-        self._added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+        self._added = added
         self._nfc = nfc
 
-    @staticmethod
-    def suits(text: str) -> bool:
-        """Tell whether words are likely to repeat: in scripts without spaces they are whole clauses, which do not."""
-        return text.isascii() or text.count(" ") * _LONGEST_MEAN_WORD > len(text)
+    def suits(self, text: str) -> bool:
+        """Tell whether a text is encoded faster than by the library.
+
+        Without compiled C its words have to repeat: in scripts without spaces they are whole clauses, which do not.
+        """
+        return bool(self._merges) or text.isascii() or text.count(" ") * _LONGEST_MEAN_WORD > len(text)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the ids of a text without lone surrogates, (T,)."""
@@ -83,18 +87,29 @@ class WordEncoder:
         return np.frombuffer(b"".join(parts), dtype=np.uint32)
 
     def _encode_plain(self, text: str) -> bytes:
-        return b"".join(map(self._ids, self._find(text)))
+        words = self._find(text)
+        return self._merges.encode(text, words).tobytes() if self._merges else b"".join(map(self._ids, words))
 
     def _encode_any(self, text: str) -> bytes:
         return array("I", self._backend.encode(text, add_special_tokens=False).ids).tobytes()
 
     def _is_plain(self, text: str) -> bool:
         """Tell whether Python and the library certainly find the same words in a text."""
-        if self._added.search(text):
+        if self._apart.search(text):
             return False
         return text.isascii() or not (
             _odd_characters().search(text) or (self._nfc and not unicodedata.is_normalized("NFC", text))
         )
+
+    @cached_property
+    def _merges(self) -> Merges | None:
+        return merges(self._backend)
+
+    @cached_property
+    def _apart(self) -> re.Pattern[str]:
+        """A pattern of what is taken whole: names of added tokens, and words that merges do not lead to."""
+        names = [*self._added, *(self._merges.unreached if self._merges else ())]
+        return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 class _Table(dict[str, bytes]):
