@@ -15,7 +15,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from minigpt.text import words as words_module
-from minigpt.text.merges import merges
 from minigpt.text.pieces import cut
 from minigpt.text.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer
 from minigpt.text.words import WordEncoder, word_encoder
@@ -61,10 +60,10 @@ BACKENDS = {kind: backend(kind) for kind in KINDS}
 
 
 def encoder_of(kind: str, compiled: bool) -> WordEncoder:
-    """An encoder with compiled merges, where there is a compiler, or without."""
+    """An encoder that is compiled, where there is a compiler, or one that is not."""
     encoder = word_encoder(BACKENDS[kind], json.loads(BACKENDS[kind].to_str()))
     assert encoder is not None
-    encoder._merges = merges(BACKENDS[kind]) if compiled else None
+    encoder._compiled = encoder._compiled if compiled else None
     return encoder
 
 
@@ -139,14 +138,14 @@ def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_text_without_spaces_goes_to_the_library_unless_merges_are_compiled(compiled: bool) -> None:
+def test_text_without_spaces_goes_to_the_library_unless_it_is_compiled(compiled: bool) -> None:
     tokenizer = Tokenizer.train([SAMPLE], 420)
     encoder = tokenizer._words
     assert encoder is not None
     if not compiled:
-        encoder._merges = None
+        encoder._compiled = None
     assert all(map(encoder.suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
-    suit = encoder._merges is not None
+    suit = encoder._compiled is not None
     assert [encoder.suits(text) for text in ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)] == [suit, suit]
     texts = ["It's — a cat", "红楼梦中国古典小说" * 9, "", "naïve café"]
     expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
