@@ -109,7 +109,7 @@ def compiled_encoder(backend: Backend, kinds: NDArray[np.uint8], rules: Sequence
         return None
     model = json.loads(backend.to_str())["model"]
     vocab = model["vocab"]
-    if not all(map(vocab.__contains__, _alphabet())) or len(set(vocab.values())) < len(vocab):
+    if not all(map(vocab.__contains__, _alphabet())) or len(vocab) < backend.get_vocab_size(with_added_tokens=False):
         return None
     found = CompiledEncoder(library, model, kinds, rules)
     return found if len(found.unreached) <= _MOST_UNREACHED else None
