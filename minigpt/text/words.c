@@ -6,7 +6,6 @@
 #include <string.h>
 
 #define NONE UINT32_MAX
-#define FEW 40      /* symbols in which looking at all pairs is faster than a heap */
 #define SHORT 15    /* bytes of a word that is kept */
 #define KEPT_IDS 7  /* its ids */
 
@@ -48,28 +47,6 @@ void enter(const Model *model, const uint32_t *pairs, const uint32_t *ids, uint3
     }
 }
 
-static uint32_t rank_of(const Model *model, uint32_t left, uint32_t right) { return find(model, left, right)->rank; }
-
-/* Join within a few symbols, which stay side by side; return how many are left. */
-static size_t join_few(const Model *model, uint32_t *ids, size_t count) {
-    uint32_t ranks[FEW];
-    for (size_t i = 0; i + 1 < count; i++) ranks[i] = rank_of(model, ids[i], ids[i + 1]);
-    while (count > 1) {
-        uint32_t least = NONE;
-        size_t best = 0;
-        for (size_t i = 0; i + 1 < count; i++)
-            if (ranks[i] < least) least = ranks[i], best = i;
-        if (least == NONE) break;
-        ids[best] = find(model, ids[best], ids[best + 1])->id;
-        count--;
-        memmove(ids + best + 1, ids + best + 2, (count - best - 1) * sizeof *ids);
-        memmove(ranks + best + 1, ranks + best + 2, (count - best - 1) * sizeof *ranks);
-        if (best) ranks[best - 1] = rank_of(model, ids[best - 1], ids[best]);
-        if (best + 1 < count) ranks[best] = rank_of(model, ids[best], ids[best + 1]);
-    }
-    return count;
-}
-
 static size_t push(uint64_t *heap, size_t size, uint64_t entry) {
     size_t place = size;
     for (; place && heap[(place - 1) / 2] > entry; place = (place - 1) / 2) heap[place] = heap[(place - 1) / 2];
@@ -91,47 +68,37 @@ static size_t pop(uint64_t *heap, size_t size) {
     return size;
 }
 
-/* Join within many symbols; entries of the heap are a rank and a place, stale ones where the rank is another now. */
-static size_t join_many(const Model *model, uint32_t *ids, size_t count, Symbol *symbols, uint64_t *heap) {
-    size_t size = 0, left = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t rank = i + 1 < count ? rank_of(model, ids[i], ids[i + 1]) : NONE;
-        symbols[i] = (Symbol){ids[i], rank, i - 1, i + 1};
-        if (rank != NONE) size = push(heap, size, (uint64_t)rank << 32 | i);
-    }
-    while (size) {
-        uint32_t rank = heap[0] >> 32, place = (uint32_t)heap[0];
-        Symbol *symbol = symbols + place;
-        size = pop(heap, size);
-        if (symbol->rank != rank) continue;
-        Symbol *next = symbols + symbol->after;
-        symbol->id = find(model, symbol->id, next->id)->id;
-        symbol->after = next->after;
-        symbol->rank = next->rank = NONE;
-        if (symbol->after < count) {
-            Symbol *after = symbols + symbol->after;
-            after->before = place;
-            symbol->rank = rank_of(model, symbol->id, after->id);
-            if (symbol->rank != NONE) size = push(heap, size, (uint64_t)symbol->rank << 32 | place);
-        }
-        if (place) {
-            Symbol *before = symbols + symbol->before;
-            before->rank = rank_of(model, before->id, symbol->id);
-            if (before->rank != NONE) size = push(heap, size, (uint64_t)before->rank << 32 | symbol->before);
-        }
-    }
-    for (size_t i = 0; i < count; i = symbols[i].after) ids[left++] = symbols[i].id;
-    return left;
+/* Rank the pair of a symbol and the one after it, and enter it in the heap; return the size of this. */
+static size_t rank(const Model *model, Symbol *symbols, uint32_t place, uint32_t count, uint64_t *heap, size_t size) {
+    Symbol *symbol = symbols + place;
+    symbol->rank = symbol->after < count ? find(model, symbol->id, symbols[symbol->after].id)->rank : NONE;
+    return symbol->rank == NONE ? size : push(heap, size, (uint64_t)symbol->rank << 32 | place);
 }
 
-/* Join within the bytes of a word, whatever their number; return how many ids are left, or NONE where memory is short. */
-static uint32_t join(const Model *model, uint32_t *ids, size_t count) {
-    if (count <= FEW) return join_few(model, ids, count);
-    Symbol *symbols = malloc(count * (sizeof(Symbol) + 3 * sizeof(uint64_t)));
-    if (!symbols) return NONE;
-    count = join_many(model, ids, count, symbols, (uint64_t *)(symbols + count));
-    free(symbols);
-    return count;
+/* Join within symbols, at first one for each id; write the ids that are left and return how many they are.
+
+   An entry of the heap, which has room for three a symbol, is a rank and a place: stale where the rank is another now. */
+static uint32_t join(const Model *model, uint32_t *ids, uint32_t count, Symbol *symbols, uint64_t *heap) {
+    size_t size = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        symbols[i] = (Symbol){ids[i], NONE, i - 1, i + 1};
+        if (i) size = rank(model, symbols, i - 1, count, heap, size);
+    }
+    while (size) {
+        uint32_t rank_then = heap[0] >> 32, place = (uint32_t)heap[0];
+        Symbol *symbol = symbols + place, *next = symbols + symbol->after;
+        size = pop(heap, size);
+        if (symbol->rank != rank_then) continue;
+        symbol->id = find(model, symbol->id, next->id)->id;
+        symbol->after = next->after;
+        next->rank = NONE;
+        if (symbol->after < count) symbols[symbol->after].before = place;
+        size = rank(model, symbols, place, count, heap, size);
+        if (place) size = rank(model, symbols, symbol->before, count, heap, size);
+    }
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < count; i = symbols[i].after) ids[left++] = symbols[i].id;
+    return left;
 }
 
 /* Write the kind of each byte's character; return how many bytes come before an odd one or the end, a 0 behind. */
@@ -215,8 +182,11 @@ static uint32_t encode_word(const Model *model, const uint8_t *word, size_t size
             return place->count;
         }
     }
+    Symbol *symbols = malloc(size * (sizeof(Symbol) + 3 * sizeof(uint64_t)));
+    if (!symbols) return NONE;
     for (size_t i = 0; i < size; i++) ids[i] = model->bytes[word[i]];
-    new.count = join(model, ids, size);
+    new.count = join(model, ids, size, symbols, (uint64_t *)(symbols + size));
+    free(symbols);
     if (new.count <= KEPT_IDS) {
         memcpy(new.ids, ids, new.count * sizeof *ids);
         *place = new;
