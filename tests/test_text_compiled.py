@@ -170,15 +170,22 @@ def test_models_that_are_not_compiled() -> None:
     strangers = tuple(f"t{n}x" for n in range(99))
     compiled_of(backend([], strangers))
     vocab = {character: id for id, character in enumerate(ALPHABET.values())}
-    without = {character: id for character, id in vocab.items() if character != "a"}
     for tokenizer in (
         backend([], strangers, ignore_merges=True),
         with_words(models.BPE({**vocab, "ab": 7}, [])),
-        with_words(models.BPE(without, [])),
     ):
         encoder = encoder_of(tokenizer)
         assert encoder._compiled is None
         assert encoder.encode("a cab").tolist() == tokenizer.encode("a cab").ids
+
+
+def test_bytes_that_have_no_id() -> None:
+    vocab = {character: id for id, character in enumerate(ALPHABET.values()) if character not in ("a", ALPHABET[0xE4])}
+    tokenizer = with_words(models.BPE(vocab, [], unk_token="Ġ"))
+    found, encoder = compiled_of(tokenizer), encoder_of(tokenizer)
+    for text, odd in (("b c", False), ("b a", True), ("中 c", True), ("哈", False)):
+        assert (found.encode(text) is None) is odd
+        assert encoder.encode(text).tolist() == tokenizer.encode(text).ids
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -59,15 +59,15 @@ KINDS = ("ours", "qwen", "llama3", "gpt2", "smollm")
 BACKENDS = {kind: backend(kind) for kind in KINDS}
 
 
-def encoder_of(kind: str, compiled: bool) -> WordEncoder:
+def encoder_of(tokenizer: Backend, compiled: bool) -> WordEncoder:
     """An encoder that is compiled, where there is a compiler, or one that is not."""
-    encoder = word_encoder(BACKENDS[kind], json.loads(BACKENDS[kind].to_str()))
+    encoder = word_encoder(tokenizer, json.loads(tokenizer.to_str()))
     assert encoder is not None
     encoder._compiled = encoder._compiled if compiled else None
     return encoder
 
 
-ENCODERS = {kind: [encoder_of(kind, compiled) for compiled in (True, False)] for kind in KINDS}
+ENCODERS = {kind: [encoder_of(BACKENDS[kind], compiled) for compiled in (True, False)] for kind in KINDS}
 
 
 def check(kind: str, text: str) -> None:
@@ -101,6 +101,29 @@ def test_every_character_of_the_first_plane_is_taken_as_the_library_takes_it(kin
         check(kind, "\n".join(f"a{c}b{c}{c} {c}1{c}!{c}'{c}  {c}" for c in plain[start : start + step : 3]))
 
 
+CHOICES = [
+    [*alternatives, *([None] if place in words_module._LEFT_OUT else [])]
+    for place, alternatives in enumerate(words_module._ALTERNATIVES)
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.tuples(*map(st.sampled_from, CHOICES)),
+    texts=st.lists(st.lists(st.sampled_from(ALPHABET), max_size=40).map("".join), min_size=1, max_size=6),
+)
+def test_any_pattern_that_is_made_of_known_alternatives(parts: tuple[str | None, ...], texts: list[str]) -> None:
+    tokenizer = Backend.from_str(BACKENDS["ours"].to_str())
+    pattern = "|".join([*filter(None, parts), r"\s+"])
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), last])
+    tokenizer.encode_special_tokens = True
+    for compiled in (True, False):
+        encoder = encoder_of(tokenizer, compiled)
+        for text in (*texts, SAMPLE):
+            assert encoder.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids, repr(text)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_added_tokens(kind: str) -> None:
     for text in (*SPECIAL_TOKENS, "hi <tool_call>\nthere <tool_call>", "<tool_call"):
@@ -130,7 +153,7 @@ def test_all_real_text(kind: str, shared: Path) -> None:
 def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words_module, "_MOST_WORDS", 7)
     monkeypatch.setattr(words_module, "_LONGEST_WORD", 4)
-    encoder = encoder_of("ours", compiled=False)
+    encoder = encoder_of(BACKENDS["ours"], compiled=False)
     assert encoder.encode(SAMPLE).tolist() == BACKENDS["ours"].encode(SAMPLE, add_special_tokens=False).ids
     table = encoder._ids.__self__  # type: ignore[attr-defined]
     assert 0 < len(table) <= 7

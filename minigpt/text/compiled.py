@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
 from minigpt.compiler import compiled
-from minigpt.text.tokenizer_json import byte_alphabet
+from minigpt.text.tokenizer_json import byte_characters
 
 SOURCE = Path(__file__).with_name("words.c")
 # Kinds of characters, as `words.c` has them.
@@ -27,7 +27,7 @@ RULES = 6
 
 _KNOWN_BITS, _KNOWN_BYTES = 14, 48  # words that are kept, some 0.8 MB
 _SPARE_IDS = 7  # written, but not counted, behind the last
-_ODD_CHARACTER = -1
+_NONE = 0xFFFFFFFF  # for an id
 _MOST_UNREACHED = 64
 
 
@@ -62,7 +62,7 @@ class CompiledEncoder:
         joined = np.array([vocab[left + right] for left, right in model["merges"]], dtype=np.uint32)
         bits = (2 * len(joined)).bit_length() + 1
         slots = np.empty((1 << bits, 4), dtype=np.uint32)
-        bytes = np.array([vocab[character] for character in _alphabet()], dtype=np.uint32)
+        bytes = np.array([vocab.get(character, _NONE) for character in byte_characters()], dtype=np.uint32)
         known = np.zeros((1 << _KNOWN_BITS, _KNOWN_BYTES), dtype=np.uint8)
         self._arrays = (slots, bytes, known, kinds)  # what the model points to
         places = [array.ctypes.data for array in self._arrays]
@@ -79,14 +79,10 @@ class CompiledEncoder:
         ids = np.empty(len(data) + _SPARE_IDS, dtype=np.uint32)
         with self._lock:
             count = self._encode(ctypes.byref(self._model), data, len(data), kinds.ctypes.data, ids.ctypes.data)
-        if count == _ODD_CHARACTER:
-            return None
-        if count < 0:
-            raise MemoryError
-        return ids[:count].copy()
+        return None if count < 0 else ids[:count].copy()
 
     def _not_reached(self, vocab: dict[str, int]) -> list[str]:
-        table = str.maketrans(dict(zip(_alphabet(), map(chr, range(256)), strict=True)))
+        table = str.maketrans(dict(zip(byte_characters(), map(chr, range(256)), strict=True)))
         found = []
         for token, id in vocab.items():
             try:
@@ -102,23 +98,16 @@ class CompiledEncoder:
 def compiled_encoder(backend: Backend, kinds: NDArray[np.uint8], rules: Sequence[int]) -> CompiledEncoder | None:
     """Return what gives the ids of a tokenizer with these kinds and rules, or None where it cannot be had.
 
-    The model is one of BPE without dropout, prefixes and suffixes. It must know all bytes, each token by its own id.
+    The model is one of BPE without dropout, prefixes and suffixes. Each token has an id of its own.
     """
     library = _library()
     if library is None:
         return None
     model = json.loads(backend.to_str())["model"]
-    vocab = model["vocab"]
-    if not all(map(vocab.__contains__, _alphabet())) or len(vocab) < backend.get_vocab_size(with_added_tokens=False):
-        return None
+    if len(model["vocab"]) < backend.get_vocab_size(with_added_tokens=False):
+        return None  # some tokens share an id
     found = CompiledEncoder(library, model, kinds, rules)
     return found if len(found.unreached) <= _MOST_UNREACHED else None
-
-
-def _alphabet() -> list[str]:
-    """Return the characters that stand for bytes, in the order of these."""
-    alphabet = byte_alphabet()
-    return sorted(alphabet, key=alphabet.__getitem__)
 
 
 @lru_cache(maxsize=1)

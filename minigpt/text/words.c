@@ -21,7 +21,7 @@ typedef struct { uint32_t id, rank, before, after; } Symbol;  /* the rank is tha
 typedef struct {
     Merge *slots;
     uint64_t slot_bits;
-    const uint32_t *bytes;  /* the ids of the 256 bytes */
+    const uint32_t *bytes;  /* the ids of the 256 bytes, or NONE */
     Known *known;           /* words seen before, all zeros at first */
     uint64_t known_bits;
     const uint8_t *kinds;   /* of the first so many characters of Unicode; the others are odd */
@@ -170,7 +170,7 @@ static size_t word_end(Rules rules, const uint8_t *text, const uint8_t *kinds, s
     return blank(rules, text, kinds, start);
 }
 
-/* Write the ids of a word and return how many they are, or NONE where memory is short. */
+/* Write the ids of a word and return how many they are, or NONE where a byte has none or memory is short. */
 static uint32_t encode_word(const Model *model, const uint8_t *word, size_t size, uint32_t *ids) {
     Known new = {{0}}, *place = &new;
     if (size <= SHORT) {
@@ -182,9 +182,10 @@ static uint32_t encode_word(const Model *model, const uint8_t *word, size_t size
             return place->count;
         }
     }
+    for (size_t i = 0; i < size; i++)
+        if ((ids[i] = model->bytes[word[i]]) == NONE) return NONE;
     Symbol *symbols = malloc(size * (sizeof(Symbol) + 3 * sizeof(uint64_t)));
     if (!symbols) return NONE;
-    for (size_t i = 0; i < size; i++) ids[i] = model->bytes[word[i]];
     new.count = join(model, ids, size, symbols, (uint64_t *)(symbols + size));
     free(symbols);
     if (new.count <= KEPT_IDS) {
@@ -194,15 +195,15 @@ static uint32_t encode_word(const Model *model, const uint8_t *word, size_t size
     return new.count;
 }
 
-/* Write the ids of a text in UTF-8, which a 0 ends, and return how many they are; -1 where a character is odd, -2 where
-   memory is short. There is room for size + 1 kinds and size + KEPT_IDS ids. */
+/* Write the ids of a text in UTF-8, which a 0 ends, and return how many they are, or -1 where a character is odd, a byte
+   has no id or memory is short. There is room for size + 1 kinds and size + KEPT_IDS ids. */
 int64_t encode(const Model *model, const uint8_t *text, uint64_t size, uint8_t *kinds, uint32_t *ids) {
     uint32_t *start = ids, count;
     if (classify(model, text, size, kinds) < size) return -1;
     for (size_t place = 0, end; place < size; place = end, ids += count) {
         end = word_end(model->rules, text, kinds, place);
         count = encode_word(model, text + place, end - place, ids);
-        if (count == NONE) return -2;
+        if (count == NONE) return -1;
     }
     return ids - start;
 }

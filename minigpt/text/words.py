@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from minigpt.text.compiled import DIGIT, LETTER, NEWLINE, ODD, OTHER, SPACE, CompiledEncoder, compiled_encoder
 from minigpt.text.pieces import LINE_BORDER
-from minigpt.text.tokenizer_json import byte_alphabet, components
+from minigpt.text.tokenizer_json import byte_characters, components
 
 # Classes of characters as the tokenizers' patterns have them, for plain text. Python's \s has U+001C to U+001F too.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -53,7 +53,7 @@ _GPT2_DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?
 _MOST_WORDS = 1 << 17  # some 30 MB
 _LONGEST_WORD = 64
 _LONGEST_MEAN_WORD = 16
-_BYTE_CHARACTERS = "".join(sorted(byte_alphabet(), key=byte_alphabet().__getitem__))
+_BYTE_CHARACTERS = byte_characters()
 
 
 class WordEncoder:
