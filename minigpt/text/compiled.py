@@ -60,7 +60,7 @@ class CompiledEncoder:
         vocab: dict[str, int] = model["vocab"]
         pairs = np.array([(vocab[left], vocab[right]) for left, right in model["merges"]], dtype=np.uint32)
         joined = np.array([vocab[left + right] for left, right in model["merges"]], dtype=np.uint32)
-        bits = (2 * len(joined)).bit_length() + 1
+        bits = (2 * len(joined) + 1).bit_length()
         slots = np.empty((1 << bits, 4), dtype=np.uint32)
         bytes = np.array([vocab.get(character, _NONE) for character in byte_characters()], dtype=np.uint32)
         known = np.zeros((1 << _KNOWN_BITS, _KNOWN_BYTES), dtype=np.uint8)
