@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from minigpt.text import words as words_module
 from minigpt.text.pieces import cut
 from minigpt.text.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer
+from minigpt.text.tokenizer_json import byte_alphabet
 from minigpt.text.words import WordEncoder, word_encoder
 
 LLAMA3 = PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -30,12 +31,24 @@ ALPHABET = [
     *"aBsſtdemlLvV'’ \n\t\r_-!.,0159é中国。， 　",
     *"\x00\x1c\x1d\x1f\x85\xa0\u1680\u180e\u2028\u2029\u200b\u200d\ufeff\u3000\u0301\u0327²½②Ⅷ一〇٣߀",
     *"İıßﬁﬆ가\u1100\u1161ÅA\u030aहि้😀👍🏽\U0002ebf0\U00031350\U0001fbf1\U00020000\U0001d7d8\ufffd",
-    *("'S", "'re", "'LL", "<|im_start|>", "<|endoftext|>", " \n", "\n\n"),
+    *("'S", "'re", "'LL", "12", "345", "<|im_start|>", "<|endoftext|>", " \n", "\n\n"),
 ]
 
 
+def with_all_pairs(source: dict[str, Any]) -> dict[str, Any]:
+    """Let all bytes of the alphabet join in pairs, so that other words have other ids."""
+    table = {byte: character for character, byte in byte_alphabet().items()}
+    symbols = [table[byte] for byte in sorted(set("".join(ALPHABET[:64]).encode()))]
+    vocab, merges = source["model"]["vocab"], source["model"]["merges"]
+    for left in symbols:
+        for right in symbols:
+            vocab.setdefault(left + right, len(vocab))
+            merges.append([left, right])
+    return source
+
+
 def backend(kind: str) -> Backend:
-    """A tokenizer of 400 ids with the pre-tokenizer and the normalizer of a known model."""
+    """A tokenizer of some thousand ids with the pre-tokenizer and the normalizer of a known model."""
     split = {"ours": PATTERN, "qwen": PATTERN, "llama3": LLAMA3}
     pre: Any
     if kind in split:
@@ -46,7 +59,7 @@ def backend(kind: str) -> Backend:
         pre = pre_tokenizers.Sequence(parts)
     else:
         pre = pre_tokenizers.ByteLevel(add_prefix_space=kind == "gpt2 with a space")
-    result = Backend.from_str(Tokenizer.train([SAMPLE], 420)._backend.to_str())
+    result = Backend.from_str(json.dumps(with_all_pairs(json.loads(Tokenizer.train([SAMPLE], 420)._backend.to_str()))))
     result.pre_tokenizer = pre
     if kind == "qwen":
         result.normalizer = normalizers.NFC()
