@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 from minigpt.text import words as words_module
 from minigpt.text.pieces import cut
 from minigpt.text.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer
-from minigpt.text.words import word_encoder
+from minigpt.text.tokenizer_json import byte_alphabet
+from minigpt.text.words import WordEncoder, word_encoder
 
 LLAMA3 = PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SAMPLE = (
@@ -30,12 +31,24 @@ ALPHABET = [
     *"aBsſtdemlLvV'’ \n\t\r_-!.,0159é中国。， 　",
     *"\x00\x1c\x1d\x1f\x85\xa0\u1680\u180e\u2028\u2029\u200b\u200d\ufeff\u3000\u0301\u0327²½②Ⅷ一〇٣߀",
     *"İıßﬁﬆ가\u1100\u1161ÅA\u030aहि้😀👍🏽\U0002ebf0\U00031350\U0001fbf1\U00020000\U0001d7d8\ufffd",
-    *("'S", "'re", "'LL", "<|im_start|>", "<|endoftext|>", " \n", "\n\n"),
+    *("'S", "'re", "'LL", "12", "345", "<|im_start|>", "<|endoftext|>", " \n", "\n\n"),
 ]
 
 
+def with_all_pairs(source: dict[str, Any]) -> dict[str, Any]:
+    """Let all bytes of the alphabet join in pairs, so that other words have other ids."""
+    table = {byte: character for character, byte in byte_alphabet().items()}
+    symbols = [table[byte] for byte in sorted(set("".join(ALPHABET[:64]).encode()))]
+    vocab, merges = source["model"]["vocab"], source["model"]["merges"]
+    for left in symbols:
+        for right in symbols:
+            vocab.setdefault(left + right, len(vocab))
+            merges.append([left, right])
+    return source
+
+
 def backend(kind: str) -> Backend:
-    """A tokenizer of 400 ids with the pre-tokenizer and the normalizer of a known model."""
+    """A tokenizer of some thousand ids with the pre-tokenizer and the normalizer of a known model."""
     split = {"ours": PATTERN, "qwen": PATTERN, "llama3": LLAMA3}
     pre: Any
     if kind in split:
@@ -46,7 +59,7 @@ def backend(kind: str) -> Backend:
         pre = pre_tokenizers.Sequence(parts)
     else:
         pre = pre_tokenizers.ByteLevel(add_prefix_space=kind == "gpt2 with a space")
-    result = Backend.from_str(Tokenizer.train([SAMPLE], 420)._backend.to_str())
+    result = Backend.from_str(json.dumps(with_all_pairs(json.loads(Tokenizer.train([SAMPLE], 420)._backend.to_str()))))
     result.pre_tokenizer = pre
     if kind == "qwen":
         result.normalizer = normalizers.NFC()
@@ -57,13 +70,23 @@ def backend(kind: str) -> Backend:
 
 KINDS = ("ours", "qwen", "llama3", "gpt2", "smollm")
 BACKENDS = {kind: backend(kind) for kind in KINDS}
-ENCODERS = {kind: word_encoder(one, json.loads(one.to_str())) for kind, one in BACKENDS.items()}
+
+
+def encoder_of(tokenizer: Backend, compiled: bool) -> WordEncoder:
+    """An encoder that is compiled, where there is a compiler, or one that is not."""
+    encoder = word_encoder(tokenizer, json.loads(tokenizer.to_str()))
+    assert encoder is not None
+    encoder._compiled = encoder._compiled if compiled else None
+    return encoder
+
+
+ENCODERS = {kind: [encoder_of(BACKENDS[kind], compiled) for compiled in (True, False)] for kind in KINDS}
 
 
 def check(kind: str, text: str) -> None:
-    encoder = ENCODERS[kind]
-    assert encoder is not None
-    assert encoder.encode(text).tolist() == BACKENDS[kind].encode(text, add_special_tokens=False).ids, repr(text)
+    expected = BACKENDS[kind].encode(text, add_special_tokens=False).ids
+    for encoder in ENCODERS[kind]:
+        assert encoder.encode(text).tolist() == expected, repr(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,6 +112,29 @@ def test_every_character_of_the_first_plane_is_taken_as_the_library_takes_it(kin
     step = 4096
     for start in range(0, len(plain), step):
         check(kind, "\n".join(f"a{c}b{c}{c} {c}1{c}!{c}'{c}  {c}" for c in plain[start : start + step : 3]))
+
+
+CHOICES = [
+    [*alternatives, *([None] if place in words_module._LEFT_OUT else [])]
+    for place, alternatives in enumerate(words_module._ALTERNATIVES)
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.tuples(*map(st.sampled_from, CHOICES)),
+    texts=st.lists(st.lists(st.sampled_from(ALPHABET), max_size=40).map("".join), min_size=1, max_size=6),
+)
+def test_any_pattern_that_is_made_of_known_alternatives(parts: tuple[str | None, ...], texts: list[str]) -> None:
+    tokenizer = Backend.from_str(BACKENDS["ours"].to_str())
+    pattern = "|".join([*filter(None, parts), r"\s+"])
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), last])
+    tokenizer.encode_special_tokens = True
+    for compiled in (True, False):
+        encoder = encoder_of(tokenizer, compiled)
+        for text in (*texts, SAMPLE):
+            assert encoder.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,19 +166,23 @@ def test_all_real_text(kind: str, shared: Path) -> None:
 def test_a_full_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words_module, "_MOST_WORDS", 7)
     monkeypatch.setattr(words_module, "_LONGEST_WORD", 4)
-    encoder = word_encoder(BACKENDS["ours"], json.loads(BACKENDS["ours"].to_str()))
-    assert encoder is not None
+    encoder = encoder_of(BACKENDS["ours"], compiled=False)
     assert encoder.encode(SAMPLE).tolist() == BACKENDS["ours"].encode(SAMPLE, add_special_tokens=False).ids
     table = encoder._ids.__self__  # type: ignore[attr-defined]
     assert 0 < len(table) <= 7
     assert all(len(word) <= 4 for word in table)
 
 
-def test_text_without_spaces_goes_to_the_library() -> None:
-    suits = words_module.WordEncoder.suits
-    assert all(map(suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
-    assert not any(map(suits, ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)))
+@pytest.mark.parametrize("compiled", [True, False])
+def test_text_without_spaces_goes_to_the_library_unless_it_is_compiled(compiled: bool) -> None:
     tokenizer = Tokenizer.train([SAMPLE], 420)
+    encoder = tokenizer._words
+    assert encoder is not None
+    if not compiled:
+        encoder._compiled = None
+    assert all(map(encoder.suits, ("", "x" * 99, "Sherlock Holmes — a study", "Привет мир, привет")))
+    suit = encoder._compiled is not None
+    assert [encoder.suits(text) for text in ("红楼梦中国古典小说", "中国 " + "古典小说，" * 9)] == [suit, suit]
     texts = ["It's — a cat", "红楼梦中国古典小说" * 9, "", "naïve café"]
     expected = [tokenizer._backend.encode(text, add_special_tokens=False).ids for text in texts]
     assert tokenizer.encode_batch(texts, [False, True, False, True]) == expected

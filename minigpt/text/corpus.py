@@ -36,8 +36,8 @@ SHARD_TOKENS = 1 << 26
 _META_NAME = "corpus.json"
 _BATCH_CHARS = 1 << 20
 _BATCH_PARTS = 1 << 12
-# Starting a process takes as long as tokenising a few megabytes.
-_BYTES_FOR_PROCESSES = 1 << 24
+# Starting a process takes as long as tokenising some ten megabytes.
+_BYTES_FOR_PROCESSES = 1 << 25
 _JOURNAL_BATCHES = 16
 # Folders of runs that are at work or were killed: those of the second kind are gone on from.
 _PRIVATE, _RESUMABLE = ".tmp", ".part"

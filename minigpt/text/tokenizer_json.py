@@ -19,6 +19,12 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
+def byte_characters() -> str:
+    """Return the characters of that table in the order of their bytes."""
+    alphabet = byte_alphabet()
+    return "".join(sorted(alphabet, key=alphabet.__getitem__))
+
+
 def components(component: Any) -> Iterator[dict[str, Any]]:
     """Yield a component of tokenizer.json and, where it is a sequence, all inside it."""
     if isinstance(component, dict):

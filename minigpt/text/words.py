@@ -1,9 +1,9 @@
-"""Byte-level BPE by the word: text repeats its words, so most ids are looked up and few are worked out.
+"""Byte-level BPE by the word, for the pre-tokenizers in wide use: GPT-2, Llama 3, Qwen, and this package's.
 
-The words are found by a regular expression of Python's that says what the tokenizer's own says, for the pre-tokenizers
-in wide use (GPT-2, Llama 3, Qwen, and this package's); a word that is new goes to the library's model. Text in which
-the two may disagree goes to the library, line by line: characters that are new in Unicode, numbers that are no digits,
-what NFC would change, and the names of tokens that were added to the vocabulary.
+Compiled C does it all (``compiled``). Where there is no compiler, a regular expression of Python's finds the words that
+the tokenizer's own finds; most ids are looked up, since text repeats its words, and those of new words come from the
+library's model. Text that libraries may take for different things goes to the library, line by line: characters that
+are new in Unicode, what NFC would change, and the names of tokens that were added to the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,90 +11,103 @@ from __future__ import annotations
 import re
 import unicodedata
 from array import array
-from functools import lru_cache
-from itertools import groupby
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
+from minigpt.text.compiled import DIGIT, LETTER, NEWLINE, ODD, OTHER, SPACE, CompiledEncoder, compiled_encoder
 from minigpt.text.pieces import LINE_BORDER
-from minigpt.text.tokenizer_json import byte_alphabet, components
+from minigpt.text.tokenizer_json import byte_characters, components
 
 # Classes of characters as the tokenizers' patterns have them, for plain text. Python's \s has U+001C to U+001F too.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LETTERS = r"[^\W\d_]+"
 _OTHERS = rf"(?:[^\w{_SPACE}]++|_++)++"
-# Alternatives of the patterns in use and what they are here, the first that fits the rest of a pattern.
-_ALTERNATIVES = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": r"'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL])",
-    r"'(?i:[sdmt]|ll|ve|re)": r"'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL])",
-    r"'s|'t|'re|'ve|'m|'ll|'d": r"'(?:[stmd]|[rv]e|ll)",
-    r"[^\r\n\p{L}\p{N}]?\p{L}+": rf"(?:[^\w\r\n]|_)?{_LETTERS}",
-    r" ?\p{L}+": f" ?{_LETTERS}",
-    r"\p{N}{1,3}": r"\d{1,3}",
-    r"\p{N}": r"\d",
-    r" ?\p{N}+": r" ?\d+",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*": rf" ?{_OTHERS}[\r\n]*",
-    r" ?[^\s\p{L}\p{N}]+": f" ?{_OTHERS}",
-    r"\s*[\r\n]+": rf"[{_SPACE}]*[\r\n]+",
-    r"\s+(?!\S)": rf"[{_SPACE}]+(?![^{_SPACE}])",
-    r"\s+(?![^\s\p{N}])": rf"[{_SPACE}]+(?![^{_SPACE}\d])",
-    r"\s+": f"[{_SPACE}]+",
-}
+# Alternatives of the patterns in use, in the order in which they have them, and what each is here.
+_ALTERNATIVES = (
+    {
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": r"'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL])",
+        r"'(?i:[sdmt]|ll|ve|re)": r"'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL])",
+        r"'s|'t|'re|'ve|'m|'ll|'d": r"'(?:[stmd]|[rv]e|ll)",
+    },
+    {r"[^\r\n\p{L}\p{N}]?\p{L}+": rf"(?:[^\w\r\n]|_)?{_LETTERS}", r" ?\p{L}+": f" ?{_LETTERS}"},
+    {r"\p{N}{1,3}": r"\d{1,3}", r"\p{N}": r"\d", r" ?\p{N}+": r" ?\d+"},
+    {r" ?[^\s\p{L}\p{N}]+[\r\n]*": rf" ?{_OTHERS}[\r\n]*", r" ?[^\s\p{L}\p{N}]+": f" ?{_OTHERS}"},
+    {r"\s*[\r\n]+": rf"[{_SPACE}]*[\r\n]+"},
+    {
+        r"\s+(?!\S)": rf"[{_SPACE}]+(?![^{_SPACE}])",
+        r"\s+(?![^\s\p{N}])": rf"[{_SPACE}]+(?![^{_SPACE}\d])",
+    },
+)
+_LEFT_OUT = (0, 4)  # by some patterns
+_LAST = r"\s+", f"[{_SPACE}]+"
 # Every pattern in use takes such a word so, whatever its first alternatives are: tried first, it is found faster.
 _COMMON_WORD = r" ?[A-Za-z]++(?![^\x00-\x7f])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same where digits are set apart before.
 _GPT2_DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-_WORDS = (r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?\p{L}+")
 
 _MOST_WORDS = 1 << 17  # some 30 MB
 _LONGEST_WORD = 64
 _LONGEST_MEAN_WORD = 16
-_BYTE_CHARACTERS = "".join(sorted(byte_alphabet(), key=byte_alphabet().__getitem__))
+_BYTE_CHARACTERS = byte_characters()
 
 
 class WordEncoder:
     """Ids of text, equal to those of the ``tokenizers`` tokenizer that it was made of."""
 
-    def __init__(self, backend: Backend, words: re.Pattern[str], added: list[str], nfc: bool) -> None:
-        """Take the pattern of words, the names of added tokens, and whether text is brought to NFC."""
+    def __init__(
+        self, backend: Backend, words: re.Pattern[str], rules: tuple[int, ...], added: list[str], nfc: bool
+    ) -> None:
+        """Take the pattern of words, its rules, the names of added tokens, and whether text is brought to NFC."""
         self._backend = backend
-        self._find = words.findall
+        self._find, self._rules = words.findall, rules
         self._ids = _Table(backend.model).__getitem__
-        self._added = re.compile("|".join(map(re.escape, added)) or "(?!)")
+        self._added = added
         self._nfc = nfc
 
-    @staticmethod
-    def suits(text: str) -> bool:
-        """Tell whether words are likely to repeat: in scripts without spaces they are whole clauses, which do not."""
-        return text.isascii() or text.count(" ") * _LONGEST_MEAN_WORD > len(text)
+    def suits(self, text: str) -> bool:
+        """Tell whether a text is encoded faster than by the library.
+
+        Without compiled C its words have to repeat: in scripts without spaces they are whole clauses, which do not.
+        """
+        return bool(self._compiled) or text.isascii() or text.count(" ") * _LONGEST_MEAN_WORD > len(text)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the ids of a text without lone surrogates, (T,)."""
-        if self._is_plain(text):
-            return np.frombuffer(self._encode_plain(text), dtype=np.uint32)
-        parts = []
-        for plain, lines in groupby(LINE_BORDER.split(text), key=self._is_plain):
-            part = "".join(lines)
-            parts.append(self._encode_plain(part) if plain else self._encode_any(part))
-        return np.frombuffer(b"".join(parts), dtype=np.uint32)
+        ids = self._encode_plain(text)
+        return np.concatenate([*map(self._encode_line, LINE_BORDER.split(text))]) if ids is None else ids
 
-    def _encode_plain(self, text: str) -> bytes:
-        return b"".join(map(self._ids, self._find(text)))
+    def _encode_line(self, line: str) -> NDArray[np.uint32]:
+        ids = self._encode_plain(line)
+        if ids is None:
+            return np.array(self._backend.encode(line, add_special_tokens=False).ids, dtype=np.uint32)
+        return ids
 
-    def _encode_any(self, text: str) -> bytes:
-        return array("I", self._backend.encode(text, add_special_tokens=False).ids).tobytes()
+    def _encode_plain(self, text: str) -> NDArray[np.uint32] | None:
+        """Return the ids of a text, or None where it is not certain that the library finds the same words."""
+        if self._apart is not None and self._apart.search(text):
+            return None
+        if self._nfc and not unicodedata.is_normalized("NFC", text):
+            return None
+        if self._compiled is not None:
+            return self._compiled.encode(text)
+        if not text.isascii() and _odd_characters().search(text):
+            return None
+        return np.frombuffer(b"".join(map(self._ids, self._find(text))), dtype=np.uint32)
 
-    def _is_plain(self, text: str) -> bool:
-        """Tell whether Python and the library certainly find the same words in a text."""
-        if self._added.search(text):
-            return False
-        return text.isascii() or not (
-            _odd_characters().search(text) or (self._nfc and not unicodedata.is_normalized("NFC", text))
-        )
+    @cached_property
+    def _compiled(self) -> CompiledEncoder | None:
+        return compiled_encoder(self._backend, _kinds(), self._rules)
+
+    @cached_property
+    def _apart(self) -> re.Pattern[str] | None:
+        """A pattern of what is taken whole: names of added tokens, and words that merges do not lead to."""
+        names = [*self._added, *(self._compiled.unreached if self._compiled else ())]
+        return re.compile("|".join(map(re.escape, names))) if names else None
 
 
 class _Table(dict[str, bytes]):
@@ -131,13 +144,12 @@ def word_encoder(backend: Backend, source: dict[str, Any]) -> WordEncoder | None
     words = _words(source.get("pre_tokenizer"))
     if words is None:
         return None
-    return WordEncoder(
-        backend, words, [token["content"] for token in added if token["content"]], normalizer is not None
-    )
+    names = [token["content"] for token in added if token["content"]]
+    return WordEncoder(backend, *words, names, normalizer is not None)
 
 
-def _words(pre_tokenizer: Any) -> re.Pattern[str] | None:
-    """Return the pattern of the words that a pre-tokenizer finds, or None for one that is not known."""
+def _words(pre_tokenizer: Any) -> tuple[re.Pattern[str], tuple[int, ...]] | None:
+    """Return the pattern of the words that a pre-tokenizer finds and its rules, or None for one that is not known."""
     steps = [step for step in components(pre_tokenizer) if step.get("type") != "Sequence"]
     kinds = [step.get("type") for step in steps]
     if not kinds or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
@@ -155,42 +167,49 @@ def _words(pre_tokenizer: Any) -> re.Pattern[str] | None:
 
 
 @lru_cache(maxsize=8)
-def _translated(pattern: str) -> re.Pattern[str] | None:
-    """Return a pattern of Python's that finds the same words in plain text, or None where a part is not known.
+def _translated(pattern: str) -> tuple[re.Pattern[str], tuple[int, ...]] | None:
+    """Return a pattern of Python's that finds the same words in plain text, and the rules; None for one not known.
 
-    It has to find letters and all the rest, so that nothing is left out between words.
+    The rules say which alternative of each kind a pattern has, from 1, or 0 where it is left out.
     """
-    found, rest = [], pattern
-    while rest:
-        known = next((part for part in _ALTERNATIVES if rest == part or rest.startswith(f"{part}|")), None)
-        if known is None:
+    found, rules, rest = [], [], pattern
+    for place, alternatives in enumerate(_ALTERNATIVES):
+        known = next((part for part in alternatives if rest.startswith(f"{part}|")), None)
+        if known is None and place not in _LEFT_OUT:
             return None
-        found.append(known)
-        rest = rest[len(known) + 1 :]
-    letters = next((place for place, part in enumerate(found) if part in _WORDS), None)
-    if letters is None or any(not part.startswith(("'", "(?i:'")) for part in found[:letters]):
+        rules.append(0 if known is None else [*alternatives].index(known) + 1)
+        if known is not None:
+            found.append(alternatives[known])
+            rest = rest[len(known) + 1 :]
+    if rest != _LAST[0]:
         return None
-    if found[-1] != r"\s+" or not any(r"[^\s\p{L}\p{N}]+" in part for part in found):
-        return None
-    if not any(part.removeprefix(" ?").startswith(r"\p{N}") for part in found):
-        return None
-    return re.compile("|".join([_COMMON_WORD, *(_ALTERNATIVES[part] for part in found)]))
+    return re.compile("|".join([_COMMON_WORD, *found, _LAST[1]])), tuple(rules)
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> NDArray[np.uint8]:
+    """Return the kinds of characters, those that libraries may take for different things being odd.
+
+    Those that Unicode had in 2002 are letters, digits, spaces or none of these to all of them; so are pictures, and
+    Chinese characters. Odd is ſ too, a small s in "it'ſ".
+    """
+    kinds = np.zeros(0x2A6D7, dtype=np.uint8)
+    names = {"L": LETTER, "N": DIGIT}
+    for code in range(0x10000):
+        if unicodedata.ucd_3_2_0.category(chr(code)) != "Cn":
+            kinds[code] = names.get(unicodedata.category(chr(code))[0], OTHER)
+    kinds[[code for code in range(0x10000) if re.match(f"[{_SPACE}]", chr(code))]] = SPACE
+    kinds[[10, 13]], kinds[0x17F] = NEWLINE, ODD
+    kinds[0x1F300:0x1FB00], kinds[0x20000:] = OTHER, LETTER
+    return kinds
 
 
 @lru_cache(maxsize=1)
 def _odd_characters() -> re.Pattern[str]:
-    """Return a pattern of the characters which libraries may take for different things.
-
-    Those that Unicode had in 2002 are letters, digits, spaces or none of these to all of them; so are pictures. Numbers
-    that are no digits are odd, for Python takes some of them for letters, and so is ſ, a small s in "it'ſ".
-    """
-    old = unicodedata.ucd_3_2_0.category
-    plain = [
-        code
-        for code in range(0x10000)
-        if old(chr(code)) != "Cn" and unicodedata.category(chr(code)) not in ("No", "Nl") and code != 0x17F
-    ]
-    codes = np.array(plain)
+    """Return a pattern of odd characters; numbers that are no digits are so, for Python takes some for letters."""
+    plain = _kinds() != ODD
+    plain[[code for code in np.flatnonzero(_kinds() == DIGIT) if not chr(code).isdecimal()]] = False
+    codes = np.flatnonzero(plain)
     ends = np.flatnonzero(np.diff(codes) > 1)
-    ranges = [*zip(codes[[0, *(ends + 1)]], codes[[*ends, -1]], strict=True), (0x1F300, 0x1FAFF), (0x20000, 0x2A6D6)]
+    ranges = zip(codes[[0, *(ends + 1)]], codes[[*ends, -1]], strict=True)
     return re.compile("[^" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges) + "]")
