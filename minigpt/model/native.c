@@ -20,7 +20,6 @@
 #define OUTS 4   /* outputs of a tile: rows of W that are read side by side */
 #define BLOCK 16 /* outputs for which all lines are gone through, so that their part of W stays in the cache */
 #define GROUP 32 /* weights of int4 that share a scale and a zero */
-#define MANY 4   /* lines from which on it pays to bring a block of W to 16 bits first */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -58,6 +57,15 @@ struct lines {
 #define HOLD(v) (void)v
 #endif
 
+/* sum + a b, rounded once: gcc may do that in one loop and not in another. */
+INLINE lanes fused(lanes sum, lanes a, lanes b) {
+#ifdef __FMA__
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 /* The sums of four vectors, each in the same order. */
 INLINE quad sums(lanes a, lanes b, lanes c, lanes d) {
     const words low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
@@ -91,33 +99,26 @@ INLINE halves widened(const char *from) {
 #endif
 }
 
-/* Fetch what the next tile reads of W: its rows are too short for the processor to see a pattern. */
-INLINE void ahead(const char *w, long size) {
-    UNROLL for (int o = 0; o < OUTS; o++) __builtin_prefetch(w + (o + OUTS) * size);
-}
+/* Tiles: R lines of x with O rows of W; both are known where they are called, so all loops unroll. */
 
-/* Tiles: R lines of x with OUTS rows of W; R is known where they are called, so all loops unroll. */
-
-INLINE void tile_float32(const float *w, const float *x, long ins, lanes *acc, int R) {
+INLINE void tile_float32(const float *w, const float *x, long ins, lanes *acc, int R, int O) {
     for (long i = 0; i < ins; i += LANES) {
-        if (R == 1 && i % (2 * LANES) == 0) ahead((const char *)(w + i), ins * sizeof(float));
         lanes b[3];
         UNROLL for (int r = 0; r < R; r++) b[r] = *(const lanes *)(x + r * ins + i), HOLD(b[r]);
-        UNROLL for (int o = 0; o < OUTS; o++) {
+        UNROLL for (int o = 0; o < O; o++) {
             lanes a = *(const lanes *)(w + o * ins + i);
             HOLD(a);
-            UNROLL for (int r = 0; r < R; r++) acc[r * OUTS + o] += a * b[r];
+            UNROLL for (int r = 0; r < R; r++) acc[r * OUTS + o] = fused(acc[r * OUTS + o], a, b[r]);
         }
     }
 }
 
 /* `width` is that of a number of W: 1 byte as it is stored, or 2. */
-INLINE void tile_int8(const char *w, int width, const int16_t *x, long ins, words *acc, int R) {
+INLINE void tile_int8(const char *w, int width, const int16_t *x, long ins, words *acc, int R, int O) {
     for (long i = 0; i < ins; i += 2 * LANES) {
-        if (width == 1 && i % 64 == 0) ahead(w + i, ins);
         halves b[3];
         UNROLL for (int r = 0; r < R; r++) b[r] = *(const halves *)(x + r * ins + i), HOLD(b[r]);
-        UNROLL for (int o = 0; o < OUTS; o++) {
+        UNROLL for (int o = 0; o < O; o++) {
             const char *from = w + (o * ins + i) * width;
             halves a = width == 1 ? widened(from) : *(const halves *)from;
             HOLD(a);
@@ -133,10 +134,9 @@ INLINE void split(const char *from, halves *low, halves *high) {
 }
 
 INLINE void tile_int4(const char *w, int width, const int32_t *scales, const int16_t *x, const float *totals, long ins,
-                      lanes *acc, int R) {
+                      lanes *acc, int R, int O) {
     for (long g = 0; g < ins / GROUP; g++) {
-        if (width == 1 && g % 4 == 0) ahead(w + g * GROUP / 2, ins / 2);
-        UNROLL for (int o = 0; o < OUTS; o++) {
+        UNROLL for (int o = 0; o < O; o++) {
             const long place = o * ins + g * GROUP;
             halves low, high;
             if (width == 1) split(w + place / 2, &low, &high);
@@ -149,31 +149,32 @@ INLINE void tile_int4(const char *w, int width, const int32_t *scales, const int
                 const words none = {0};
                 const words number = dot(dot(none, low, *(const halves *)from), high, *(const halves *)(from + 16));
                 const lanes total = *(const lanes *)(totals + r * ins / 4 + g * LANES);
-                acc[r * OUTS + o] += zero * total;
-                acc[r * OUTS + o] += scale * AS_FLOAT(number);
+                acc[r * OUTS + o] += fused(zero * total, scale, AS_FLOAT(number));
             }
         }
     }
 }
 
-/* R lines from `line` on with the outputs from `o` on. `w` holds those rows of W, in 16 bits if `wide`. */
-INLINE void tile(const struct matrix *m, const char *w, int wide, const struct lines *x, long line, float *y,
+/* R lines from `line` on with the outputs from `o` on. `w` holds those rows of W, `row` bytes each, in 16 bits if
+ * `wide`. */
+INLINE void tile(const struct matrix *m, const char *w, long row, int wide, const struct lines *x, long line, float *y,
                  long stride, long o, int add, int R) {
     const long ins = m->ins, groups = ins / GROUP;
     const int16_t *whole = x->whole + line * ins;
+    const int32_t *scales = (const int32_t *)m->scales + o * groups;
+    const float *totals = x->sums + line * ins / 4;
     lanes acc[3 * OUTS] = {{0}};
-    if (m->kind == FLOAT32) tile_float32((const float *)w, x->floats + line * ins, ins, acc, R);
-    else if (m->kind == INT8) {
-        words number[3 * OUTS] = {{0}};
-        if (wide) tile_int8(w, 2, whole, ins, number, R);
-        else tile_int8(w, 1, whole, ins, number, R);
-        UNROLL for (int k = 0; k < R * OUTS; k++) acc[k] = AS_FLOAT(number[k]);
-    } else {
-        const int32_t *scales = (const int32_t *)m->scales + o * groups;
-        const float *totals = x->sums + line * ins / 4;
-        if (wide) tile_int4(w, 2, scales, whole, totals, ins, acc, R);
-        else tile_int4(w, 1, scales, whole, totals, ins, acc, R);
+    words number[3 * OUTS] = {{0}};
+    const int O = R == 1 ? 1 : OUTS; /* a line alone reads W from end to end, as memory likes it */
+    UNROLL for (int p = 0; p < OUTS; p += O) {
+        const char *from = w + p * row;
+        if (m->kind == FLOAT32) tile_float32((const float *)from, x->floats + line * ins, ins, acc + p, R, O);
+        else if (m->kind == INT8 && wide) tile_int8(from, 2, whole, ins, number + p, R, O);
+        else if (m->kind == INT8) tile_int8(from, 1, whole, ins, number + p, R, O);
+        else if (wide) tile_int4(from, 2, scales + p * groups, whole, totals, ins, acc + p, R, O);
+        else tile_int4(from, 1, scales + p * groups, whole, totals, ins, acc + p, R, O);
     }
+    if (m->kind == INT8) UNROLL for (int k = 0; k < R * OUTS; k++) acc[k] = AS_FLOAT(number[k]);
     UNROLL for (int r = 0; r < R; r++) {
         const lanes *a = acc + r * OUTS;
         quad value = sums(a[0], a[1], a[2], a[3]), *to = (quad *)(y + (line + r) * stride + o);
@@ -197,7 +198,7 @@ static void widen(long kind, const char *from, int16_t *to, long count) {
  * of W in 16 bits. */
 static void product(const struct matrix *m, const struct lines *x, long count, float *y, long stride, long from,
                     long to, int add, int16_t *room) {
-    const int wide = m->kind != FLOAT32 && count >= MANY;
+    const int wide = m->kind != FLOAT32 && count > 1;
     const long size = m->kind == FLOAT32 ? 4 * m->ins : m->kind == INT8 ? m->ins : m->ins / 2; /* of a row of W */
     for (long o = from; o < to; o += BLOCK) {
         const long end = o + BLOCK < to ? o + BLOCK : to, row = wide ? 2 * m->ins : size;
@@ -206,7 +207,7 @@ static void product(const struct matrix *m, const struct lines *x, long count, f
         long r = 0;
 #define TILES(R)                                                                                        \
     for (; r + R <= count; r += R)                                                                      \
-        for (long p = o; p < end; p += OUTS) tile(m, w + (p - o) * row, wide, x, r, y, stride, p, add, R)
+        for (long p = o; p < end; p += OUTS) tile(m, w + (p - o) * row, row, wide, x, r, y, stride, p, add, R)
         if (m->kind == FLOAT32) TILES(3);
         TILES(2);
         TILES(1);
@@ -299,7 +300,7 @@ INLINE lanes exponential(lanes x) {
 /* To root mean square 1, times the gain; x and y may be the same. */
 static void rms_norm(const float *x, const float *gain, float *y, long width, float eps) {
     lanes squares = {0};
-    for (long i = 0; i < width; i += LANES) squares += *(const lanes *)(x + i) * *(const lanes *)(x + i);
+    for (long i = 0; i < width; i += LANES) squares = fused(squares, *(const lanes *)(x + i), *(const lanes *)(x + i));
     const float scale = 1.0f / sqrtf(sum(squares) / width + eps);
     for (long i = 0; i < width; i++) y[i] = x[i] * scale * gain[i];
 }
@@ -361,7 +362,8 @@ static void scores_of(const float *query, const float *keys, long count, long D,
         lanes acc[4] = {{0}};
         UNROLL for (int k = 0; k < 4; k++) key[k] = keys + (s + (k < most ? k : most)) * D;
         for (long i = 0; i < D; i += LANES)
-            UNROLL for (int k = 0; k < 4; k++) acc[k] += *(const lanes *)(query + i) * *(const lanes *)(key[k] + i);
+            UNROLL for (int k = 0; k < 4; k++)
+                acc[k] = fused(acc[k], *(const lanes *)(query + i), *(const lanes *)(key[k] + i));
         const quad found = sums(acc[0], acc[1], acc[2], acc[3]);
         for (int k = 0; k < 4 && k <= most; k++) to[s + k] = found[k];
     }
@@ -385,7 +387,7 @@ INLINE void gather(const float *weights, const float *values, long count, long D
     lanes acc[8];
     UNROLL for (int k = 0; k < V; k++) acc[k] = *(const lanes *)(out + k * LANES);
     for (long s = 0; s < count; s++, values += D)
-        UNROLL for (int k = 0; k < V; k++) acc[k] += weights[s] * *(const lanes *)(values + k * LANES);
+        UNROLL for (int k = 0; k < V; k++) acc[k] = fused(acc[k], ALL(weights[s]), *(const lanes *)(values + k * LANES));
     UNROLL for (int k = 0; k < V; k++) *(lanes *)(out + k * LANES) = acc[k];
 }
 
