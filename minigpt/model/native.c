@@ -274,12 +274,13 @@ struct pass {
     long rows, length, slots, window;
 };
 
-/* What the threads share, and for each of them a block of W in 16 bits and then scores. */
+/* What the threads share, and for each of them a block of W in 16 bits and then the scores of three queries. */
 struct room {
     float *x, *normed, *joined, *mixed, *wide, *bent, *turns;
     struct lines lines;
     char *own;
     long block, size; /* bytes of that block, and of all that a thread has for itself */
+    long stride;      /* scores of a query */
 };
 
 INLINE lanes where(words mask, lanes a, lanes b) { return (lanes)((mask & (words)a) | (~mask & (words)b)); }
@@ -354,66 +355,100 @@ static void place_head(const struct model *m, const struct pass *p, const struct
     }
 }
 
-/* The products of a query with `count` keys. */
-static void scores_of(const float *query, const float *keys, long count, long D, float *to) {
-    for (long s = 0; s < count; s += 4) {
-        const long most = count - s - 1; /* beside the first */
-        const float *key[4];
-        lanes acc[4] = {{0}};
-        UNROLL for (int k = 0; k < 4; k++) key[k] = keys + (s + (k < most ? k : most)) * D;
-        for (long i = 0; i < D; i += LANES)
-            UNROLL for (int k = 0; k < 4; k++)
-                acc[k] = fused(acc[k], *(const lanes *)(query + i), *(const lanes *)(key[k] + i));
-        const quad found = sums(acc[0], acc[1], acc[2], acc[3]);
-        for (int k = 0; k < 4 && k <= most; k++) to[s + k] = found[k];
+/* The products of R queries with `count` keys; each has a row of `stride` scores. */
+INLINE void scores_of(const float *queries, const float *keys, long count, long D, float *to, long stride, int R) {
+    long s = 0;
+    for (; s + OUTS <= count; s += OUTS) {
+        lanes acc[3 * OUTS] = {{0}};
+        tile_float32(keys + s * D, queries, D, acc, R, OUTS);
+        UNROLL for (int r = 0; r < R; r++) {
+            const lanes *a = acc + r * OUTS;
+            *(quad *)(to + r * stride + s) = sums(a[0], a[1], a[2], a[3]);
+        }
+    }
+    for (; s < count; s++) {
+        lanes acc[3 * OUTS] = {{0}};
+        tile_float32(keys + s * D, queries, D, acc, R, 1);
+        UNROLL for (int r = 0; r < R; r++) to[r * stride + s] = sum(acc[r * OUTS]);
     }
 }
 
-/* exp(scale (score - greatest)) in place of each score; returns their sum. There is room for a whole vector at the end. */
+/* exp(scale (score - greatest)) in place of each score, 0 up to the end of a vector; returns their sum. */
 static float soften(float *scores, long count, float scale) {
-    float greatest = scores[0];
-    for (long s = 1; s < count; s++) greatest = scores[s] > greatest ? scores[s] : greatest;
-    lanes total = {0};
+    const words place = {0, 1, 2, 3, 4, 5, 6, 7};
+    lanes most = ALL(scores[0]), total = {0};
     for (long s = 0; s < count; s += LANES) {
-        const words place = (words){0, 1, 2, 3, 4, 5, 6, 7} + (int32_t)s;
+        const lanes v = *(const lanes *)(scores + s);
+        most = where((place + (int32_t)s < (int32_t)count) & (v > most), v, most);
+    }
+    float greatest = most[0];
+    for (int k = 1; k < LANES; k++) greatest = fmaxf(greatest, most[k]);
+    for (long s = 0; s < count; s += LANES) {
         lanes *v = (lanes *)(scores + s);
-        total += *v = where(place < (int32_t)count, exponential((*v - greatest) * scale), ALL(0));
+        total += *v = where(place + (int32_t)s < (int32_t)count, exponential((*v - greatest) * scale), ALL(0));
     }
     return sum(total);
 }
 
-/* Add `count` values, each times its weight, to V vectors of what a query gathers. */
-INLINE void gather(const float *weights, const float *values, long count, long D, float *out, int V) {
-    lanes acc[8];
-    UNROLL for (int k = 0; k < V; k++) acc[k] = *(const lanes *)(out + k * LANES);
+/* Add `count` values, each times its weight, to V vectors of what each of R queries gathers. */
+INLINE void gather(const float *weights, long stride, const float *values, long count, long D, float *out, int V, int R) {
+    lanes acc[3 * 4];
+    UNROLL for (int k = 0; k < V * R; k++) acc[k] = *(const lanes *)(out + k / V * D + k % V * LANES);
     for (long s = 0; s < count; s++, values += D)
-        UNROLL for (int k = 0; k < V; k++) acc[k] = fused(acc[k], ALL(weights[s]), *(const lanes *)(values + k * LANES));
-    UNROLL for (int k = 0; k < V; k++) *(lanes *)(out + k * LANES) = acc[k];
+        UNROLL for (int k = 0; k < V; k++) {
+            lanes value = *(const lanes *)(values + k * LANES);
+            HOLD(value);
+            UNROLL for (int r = 0; r < R; r++)
+                acc[r * V + k] = fused(acc[r * V + k], ALL(weights[r * stride + s]), value);
+        }
+    UNROLL for (int k = 0; k < V * R; k++) *(lanes *)(out + k / V * D + k % V * LANES) = acc[k];
 }
 
-/* What one query gathers from the values it sees, by how well it fits their keys. */
-static void attend(const struct model *m, const struct pass *p, const struct room *room, long layer, long line, long h,
-                   float *scores) {
-    const long D = m->head_dim, row = line / p->length, newest = p->held[row] + line % p->length;
-    const long seen = newest + 1 < p->window ? newest + 1 : p->window, first = (newest + 1 - seen) % p->slots;
-    const long before = seen < p->slots - first ? seen : p->slots - first; /* the end of the ring, or all */
-    const long place = in_cache(m, p, layer, row, h / (m->heads / m->kv_heads));
-    const float *query = room->joined + (line * (m->heads + 2 * m->kv_heads) + h) * D;
-    const float *keys = p->keys + place, *values = p->values + place;
-    float *out = room->mixed + (line * m->heads + h) * D;
-    scores_of(query, keys + first * D, before, D, scores);
-    scores_of(query, keys, seen - before, D, scores + before);
-    const float share = 1.0f / soften(scores, seen, 1.0f / sqrtf(D));
-    memset(out, 0, D * sizeof(float));
-#define GATHER(V)                                                                         \
-    for (; i + V * LANES <= D; i += V * LANES) {                                          \
-        gather(scores, values + first * D + i, before, D, out + i, V);                    \
-        gather(scores + before, values + i, seen - before, D, out + i, V);                \
-    }
+/* What a line sees of a layer and head of its cache: the end of a ring, then its beginning, or the former alone. */
+struct sight {
+    const float *keys, *values;
+    long first, before, seen; /* the slot of the oldest; how many there are up to the end of the ring, and in all */
+};
+
+static struct sight look(const struct model *m, const struct pass *p, long layer, long line, long head) {
+    const long row = line / p->length, end = p->held[row] + line % p->length + 1;
+    const long seen = end < p->window ? end : p->window, first = (end - seen) % p->slots;
+    const long before = seen < p->slots - first ? seen : p->slots - first, place = in_cache(m, p, layer, row, head);
+    return (struct sight){p->keys + place, p->values + place, first, before, seen};
+}
+
+/* What R queries gather that see the same, each by how well it fits the keys. */
+INLINE void attend(const struct sight *v, const float *queries, float *out, long D, float *scores, long stride, int R) {
+    const float *keys = v->keys + v->first * D, *values = v->values + v->first * D;
+    const long before = v->before, after = v->seen - before;
+    float share[3];
+    scores_of(queries, keys, before, D, scores, stride, R);
+    scores_of(queries, v->keys, after, D, scores + before, stride, R);
+    for (int r = 0; r < R; r++) share[r] = 1.0f / soften(scores + r * stride, v->seen, 1.0f / sqrtf(D));
+    memset(out, 0, R * D * sizeof(float));
     long i = 0;
-    GATHER(8) GATHER(1)
+#define GATHER(V)                                                                          \
+    for (; i + V * LANES <= D; i += V * LANES) {                                           \
+        gather(scores, stride, values + i, before, D, out + i, V, R);                      \
+        gather(scores + before, stride, v->values + i, after, D, out + i, V, R);           \
+    }
+    GATHER(4) GATHER(1)
 #undef GATHER
-    for (long k = 0; k < D; k++) out[k] *= share;
+    for (int r = 0; r < R; r++)
+        for (long k = 0; k < D; k++) out[r * D + k] *= share[r];
+}
+
+/* The heads of a line that share a key/value head. */
+static void attend_all(const struct model *m, const struct pass *p, const struct room *room, long layer, long line,
+                       long head, float *scores) {
+    const long D = m->head_dim, group = m->heads / m->kv_heads, stride = room->stride;
+    const struct sight sight = look(m, p, layer, line, head);
+    const float *queries = room->joined + (line * (m->heads + 2 * m->kv_heads) + head * group) * D;
+    float *out = room->mixed + (line * m->heads + head * group) * D;
+    long h = 0;
+    for (; h + 3 <= group; h += 3) attend(&sight, queries + h * D, out + h * D, D, scores, stride, 3);
+    for (; h + 2 <= group; h += 2) attend(&sight, queries + h * D, out + h * D, D, scores, stride, 2);
+    for (; h < group; h++) attend(&sight, queries + h * D, out + h * D, D, scores, stride, 1);
 }
 
 /* The share of thread t in what is counted in units. */
@@ -446,7 +481,8 @@ static long lay_out(const struct model *m, const struct pass *p, long threads, s
     TAKE(lines.scales, lines * 4);
     TAKE(lines.sums, lines * widest);
     room->block = BLOCK * widest * 2;
-    room->size = (room->block + (p->slots + LANES) * 4 + 63) / 64 * 64;
+    room->stride = (p->slots + 2 * LANES) / 16 * 16 + 16;
+    room->size = (room->block + 3 * room->stride * 4 + 63) / 64 * 64;
     TAKE(own, threads * room->size);
 #undef TAKE
     return at - (char *)p->room;
@@ -479,10 +515,9 @@ static void work(const struct model *m, const struct pass *p, const struct room 
         share(lines * heads, 1, t, threads, &from, &to);
         for (long i = from; i < to; i++) place_head(m, p, room, layer, i / heads, i % heads);
         WAIT
-        share(lines * m->heads, 1, t, threads, &from, &to);
-        for (long i = from; i < to; i++) {
-            const long row = i / (m->heads * p->length), h = i / p->length % m->heads;
-            attend(m, p, room, layer, row * p->length + i % p->length, h, scores);
+        for (long i = t; i < lines * m->kv_heads; i += threads) { /* in turns: later ones see more */
+            const long row = i / (m->kv_heads * p->length), head = i / p->length % m->kv_heads;
+            attend_all(m, p, room, layer, row * p->length + i % p->length, head, scores);
         }
         WAIT
         x.floats = room->mixed;
