@@ -103,9 +103,10 @@ def _layer(block: nn.Module) -> _Layer | None:
     attention, mlp = block.self_attn, block.mlp
     parts = (attention.qkv_proj, attention.o_proj, mlp.wide_proj, mlp.down_proj)
     products = [cast(Fast, part).native() for part in parts]
-    norms = [_norm(norm) for norm in (block.input_layernorm, block.post_attention_layernorm)]
-    of_heads = [None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm)]
-    return None if None in products or None in norms else _Layer(*products, *norms, *of_heads)
+    norms = (block.input_layernorm, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
+    gains = [None if norm is None else _norm(norm) for norm in norms]
+    missing = any(norm is not None and gain is None for norm, gain in zip(norms, gains, strict=True))
+    return None if missing or None in products else _Layer(*products, *gains)
 
 
 def _norm(norm: nn.Module | None) -> int | None:
