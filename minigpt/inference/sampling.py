@@ -46,28 +46,30 @@ def keep_likely(logits: Tensor, config: SamplingConfig) -> Tensor:
         least = logits.topk(config.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if config.top_p is not None and config.top_p < 1.0:
-        probs, order = _likeliest(logits.softmax(-1), config.top_p)
-        before = probs.cumsum(-1) - probs  # the mass ahead of each token
-        outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, order, before >= config.top_p)
-        logits = logits.masked_fill(outside, -torch.inf)
+        logits = logits.masked_fill(_outside(logits.softmax(-1), config.top_p), -torch.inf)
     if config.min_p:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < config.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
 
 
-def _likeliest(probs: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens of probs (B, V) and their ids, both (B, n), best first, ties by id.
+def _outside(probs: Tensor, mass: float) -> Tensor:
+    """Tell which tokens of probs (B, V) come after those that hold `mass`, best first, ties by id.
 
-    n is V, or less where so few tokens hold `mass` in every row without those as likely as the last of them: to find a
+    Where few tokens hold it, without those as likely as the last of them, no others need to be looked at: to find a
     thousand tokens takes a small part of the time of sorting all.
     """
     best, ids = probs.topk(min(CANDIDATES, probs.shape[-1]), dim=-1)
-    if not ((best * (best > best[..., -1:])).sum(-1) >= mass).all():
-        return probs.sort(dim=-1, descending=True, stable=True)
-    ids = ids.sort(dim=-1).values
-    best, place = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return best, ids.gather(-1, place)
+    few = (best * (best > best[..., -1:])).sum(-1) >= mass  # (B,)
+    outside = torch.ones_like(probs, dtype=torch.bool)
+    if few.any():
+        ids = ids[few].sort(dim=-1).values
+        best, place = probs[few].gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        outside[few] = outside[few].scatter(-1, ids.gather(-1, place), best.cumsum(-1) - best >= mass)
+    if not few.all():
+        best, ids = probs[~few].sort(dim=-1, descending=True, stable=True)
+        outside[~few] = outside[~few].scatter(-1, ids, best.cumsum(-1) - best >= mass)
+    return outside
 
 
 def probabilities(logits: Tensor, config: SamplingConfig) -> Tensor:

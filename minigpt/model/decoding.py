@@ -1,7 +1,7 @@
 """A model laid out for generation: the same function with fewer and faster products, and no way back to training.
 
 A token alone is bound by memory and by the number of calls. So query, key and value are one product, and so are gate
-and up; products of few rows and norms are those of `native.c` where they can be had; matrices may be quantised.
+and up; matrices may be quantised; and what `native.c` can do, from one product to the whole decoder, it does.
 """
 
 from __future__ import annotations
@@ -13,48 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.config import QuantizeName
-from minigpt.model.native import product, rms_norm
+from minigpt.model.native import Matrix, library, matrix, product
+from minigpt.model.native_decoder import forward_pass
 from minigpt.model.positions import rotate
 from minigpt.model.quantize import QuantizedEmbedding, quantized
-from minigpt.model.transformer import GPT, MLP, Attention, Norm, Rotary
-
-FEW_ROWS = 8  # up to so many, the product of `native.c` is the faster one in float32
+from minigpt.model.transformer import GPT, MLP, Attention, Rotary
 
 Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
 
-class FewRowsLinear(nn.Linear):
-    """A linear layer in float32 on a CPU that is fast for few rows, and the same bit for bit for each of them."""
+class NativeLinear(nn.Linear):
+    """A linear layer in float32 on a CPU that is fast for few rows, and the same bit for bit for each of any number."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         if bias is not None:
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._product = product("float32", self.weight) if fits else None
-        if self._product is None and fits:
+        native = self.native()
+        self._product = None if native is None else product(native)
+        if library() is None and weight.device.type == "cpu" and weight.dtype == torch.float32:
             self.weight.data = _in_reading_order(self.weight.data)
 
+    def native(self) -> Matrix | None:
+        """What `native.c` has to know of the layer, if it can do its work."""
+        return matrix("float32", self.weight, bias=self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        if self._product is None or rows > FEW_ROWS:
+        if self._product is None:
             return F.linear(x, self.weight, self.bias)
-        out = self._product(x.reshape(rows, self.in_features)).view(*x.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
-
-
-class FewCallsNorm(Norm):
-    """RMSNorm in one call."""
-
-    def __init__(self, plain: Norm) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.layer, self.eps = plain.weight, plain.bias, plain.layer, plain.eps
-        self._run = None if plain.layer else rms_norm(plain.weight, plain.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        few = x.numel() <= FEW_ROWS * FEW_ROWS * self.weight.shape[0]  # more than that PyTorch does on all threads
-        return super().forward(x) if self._run is None or not few else self._run(x)
+        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], -1)
 
 
 class FusedAttention(Attention):
@@ -118,25 +106,21 @@ def prepare(model: GPT, quantize: QuantizeName | None = None) -> None:
     """
 
     def make(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return FewRowsLinear(weight, bias) if quantize is None else quantized(weight, bias, quantize)
+        return NativeLinear(weight, bias) if quantize is None else quantized(weight, bias, quantize)
 
     for block in model.model.layers:
         block.self_attn = FusedAttention(block.self_attn, make)  # type: ignore[arg-type]
         block.mlp = FusedMLP(block.mlp, make)  # type: ignore[arg-type]
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is Norm:
-                setattr(parent, name, FewCallsNorm(child))
     tied = model.config.tie_word_embeddings
     if quantize is None:
-        model.lm_head = FewRowsLinear(model.lm_head.weight, None)
+        model.lm_head = NativeLinear(model.lm_head.weight, None)
         if tied:
             model.model.embed_tokens.weight = model.lm_head.weight
-        return
-    head = quantized(model.lm_head.weight, None, "int8")
-    model.lm_head = head  # type: ignore[assignment]
-    if tied:
-        model.model.embed_tokens = QuantizedEmbedding(head)  # type: ignore[assignment]
+    else:
+        model.lm_head = head = quantized(model.lm_head.weight, None, "int8")  # type: ignore[assignment]
+        if tied:
+            model.model.embed_tokens = QuantizedEmbedding(head)  # type: ignore[assignment]
+    model.model.native = forward_pass(model.model)
 
 
 def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:

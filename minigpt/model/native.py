@@ -1,4 +1,4 @@
-"""What `native.c` computes: products of a few rows with a matrix, float32 or quantised, and RMSNorm.
+"""What `native.c` computes: products of lines with a matrix, float32 or quantised, and a whole decoder.
 
 Where it cannot be compiled, PyTorch does the work.
 """
@@ -17,48 +17,61 @@ from torch import Tensor
 from minigpt.compiler import compiled
 
 SOURCE = Path(__file__).with_name("native.c")
-_INPUTS = {"float32": 32, "int8": 32, "int4": 64}  # of what the inputs must be a multiple
-_OUTPUTS, _WIDTH = 4, 16  # and the outputs, and the width of a norm
+KINDS = ("float32", "int8", "int4")
+_INPUTS = {"float32": 16, "int8": 16, "int4": 32}  # of what the inputs must be a multiple
+_OUTPUTS = 4  # and the outputs
 
 Kind = Literal["float32", "int8", "int4"]
 Product = Callable[[Tensor], Tensor]
-Norm = Callable[[Tensor], Tensor]
 
 
-def product(kind: Kind, numbers: Tensor, scales: Tensor | None = None) -> Product | None:
-    """Return the function that takes x (rows, in) float32 to the product (rows, out) with a matrix on the CPU.
+class Matrix(ctypes.Structure):
+    """A matrix as `native.c` knows it; whoever makes one keeps the tensors."""
+
+    _fields_ = [
+        ("numbers", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outs", ctypes.c_long),
+        ("ins", ctypes.c_long),
+        ("kind", ctypes.c_long),
+    ]
+
+
+def matrix(kind: Kind, numbers: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Matrix | None:
+    """Describe a matrix on the CPU, or None where `native.c` has no product with it.
 
     `numbers` are (out, in) float32 or int8, or (out, in / 2) of two halves each, the lower one first. `scales` are
-    (out,) float32 for int8, (out, in / 32, 2) bfloat16 scale and zero for int4. None where it cannot be had.
+    (out,) float32 for int8, (out, in / 32, 2) bfloat16 scale and zero for int4; `bias` is (out,) float32.
     """
+    found = described(kind, numbers, scales, bias)
+    fits = numbers.device.type == "cpu" and (bias is None or bias.dtype == torch.float32)
+    fits = fits and (kind != "float32" or numbers.dtype == torch.float32)
+    return found if fits and library() and not (found.outs % _OUTPUTS or found.ins % _INPUTS[kind]) else None
+
+
+def described(kind: Kind, numbers: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Matrix:
+    """Describe a matrix of any shape."""
+    tensors = (numbers, scales, bias)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     outs, ins = numbers.shape[0], numbers.shape[1] * (2 if kind == "int4" else 1)
+    return Matrix(*places, outs, ins, KINDS.index(kind))
+
+
+def product(of: Matrix) -> Product:
+    """Return the function that takes x (lines, in) float32 to the product (lines, out) with a matrix, bias and all.
+
+    With whole numbers x is rounded too, to 12 bits or more of what is greatest in a line.
+    """
     found = library()
-    if found is None or numbers.device.type != "cpu" or outs % _OUTPUTS or ins % _INPUTS[kind]:
-        return None
-    assert all(tensor.is_contiguous() for tensor in (numbers, scales) if tensor is not None)
-    call = getattr(found, f"product_{kind}")
-    matrix, factors = numbers.data_ptr(), 0 if scales is None else scales.data_ptr()
+    assert found is not None
+    call, reference, outs = found.product_alone, ctypes.byref(of), of.outs
 
     def run(x: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty(x.shape[0], outs)
-        call(x.data_ptr(), matrix, factors, out.data_ptr(), x.shape[0], ins, outs)
-        return out
-
-    return run
-
-
-def rms_norm(gain: Tensor, eps: float) -> Norm | None:
-    """Return the function that takes x (…, width) float32 to its RMSNorm with a gain (width,) on the CPU, or None."""
-    found, width = library(), gain.shape[0]
-    if found is None or gain.device.type != "cpu" or gain.dtype != torch.float32 or width % _WIDTH:
-        return None
-    call, place = found.rms_norm, gain.data_ptr()
-
-    def run(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        call(x.data_ptr(), place, out.data_ptr(), x.numel() // width, width, eps)
+        call(reference, x.data_ptr(), out.data_ptr(), x.shape[0])
         return out
 
     return run
@@ -71,8 +84,6 @@ def library() -> ctypes.CDLL | None:
     if found is None:
         return None
     pointer, count = ctypes.c_void_p, ctypes.c_long
-    for kind in _INPUTS:
-        function = getattr(found, f"product_{kind}")
-        function.argtypes, function.restype = [pointer] * 4 + [count] * 3, None
-    found.rms_norm.argtypes, found.rms_norm.restype = [pointer] * 3 + [count] * 2 + [ctypes.c_float], None
+    found.product_alone.argtypes, found.product_alone.restype = [pointer] * 3 + [count], None
+    found.decoder.argtypes, found.decoder.restype = [pointer] * 2, count
     return found

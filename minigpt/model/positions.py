@@ -19,12 +19,18 @@ def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each (…, T, D/2) float32, for `positions` (…, T) (Su et al. 2021, "RoFormer")."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    frequencies = 1.0 / theta**exponent  # (D/2): radians a position
-    if scaling is not None:
-        frequencies = scaled(frequencies, scaling)
+    frequencies = rotary_frequencies(head_dim, theta, scaling, positions.device)
     angles = positions.float().unsqueeze(-1) * frequencies  # (…, T, D/2)
     return angles.cos(), angles.sin()
+
+
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
+    """Return by how many radians each pair turns from one position to the next, (D/2) float32."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponent
+    return frequencies if scaling is None else scaled(frequencies, scaling)
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: whole numbers and scales. What they are multiplied with stays as it is.
+"""Weights in 8 or 4 bits: whole numbers and scales. What they are multiplied with is rounded too, to 12 bits or more.
 
 A token alone waits for the weights to come from memory, so a product of one row takes as long as there are bytes.
 """
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.config import QuantizeName
-from minigpt.model.native import Product, library, product
+from minigpt.model.native import Matrix, Product, library, matrix, product
 
 GROUP = 32  # weights that share a scale, in 4 bits
-FEW_ROWS = 48  # up to so many, a product reads the numbers themselves; for more they are turned into floats once
+FEW_ROWS = 48  # up to so many, PyTorch multiplies with the numbers themselves; for more they become floats once
 
 
 class QuantizedLinear(nn.Module):
@@ -35,7 +35,9 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scales", scales)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self._dtype = weight.dtype
-        self._product = product(kind, numbers, scales) or _of_torch(kind, numbers, scales)
+        native = matrix(kind, numbers, scales)
+        self._most_rows = FEW_ROWS if native is None else None
+        self._product = _of_torch(kind, numbers, scales) if native is None else product(native)
 
     @property
     def weight(self) -> Tensor:
@@ -46,9 +48,13 @@ class QuantizedLinear(nn.Module):
         """Some rows (…, in) of the weights (out, in) as floats."""
         return self._floats(self.numbers[places], self.scales[places])
 
+    def native(self) -> Matrix | None:
+        """What `native.c` has to know of the layer, if it can do its work."""
+        return matrix(self.kind, self.numbers, self.scales, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if self._product is None or rows > FEW_ROWS:
+        if self._product is None or (self._most_rows is not None and rows > self._most_rows):
             return F.linear(x, self.weight, self.bias)
         out = self._product(x.reshape(rows, self.in_features).float()).to(x.dtype).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias

@@ -7,6 +7,7 @@ L layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +185,7 @@ class Decoder(nn.Module):
         self.embed_positions = _embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config) if config.traits.norm_first else None
+        self.native: Callable[[Tensor, KVCache], Tensor] | None = None  # all of this in one call, with a cache
 
     def forward(
         self,
@@ -192,6 +194,10 @@ class Decoder(nn.Module):
         new_lengths: list[int] | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
+        if cache is not None and self.native is not None:
+            x = self.native(tokens, cache)
+            cache.advance(new_lengths or [tokens.shape[1]] * tokens.shape[0])
+            return x
         training = self.training and cache is None
         plan = self.plan(tokens, documents) if cache is None else cache.plan(tokens.shape[1])
         x = self.embed(tokens, plan.positions)  # (B, T, C)
