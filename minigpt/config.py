@@ -235,14 +235,17 @@ class TrainConfig:
     patience: int = 0  # evaluations without a better one after which a run ends; 0 is never
     compute_dtype: DTypeName = "float32"
     compile: bool = False
+    short_steps: int = 0  # the first so many steps read each window as two texts of half its length
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "batch_size", "micro_batch_size", "context", "eval_every"):
             _check_int(name, getattr(self, name), least=1)
-        for name in ("seed", "warmup_steps", "patience"):
+        for name in ("seed", "warmup_steps", "patience", "short_steps"):
             _check_int(name, getattr(self, name), least=0)
         if self.micro_batch_size > self.batch_size:
             raise ConfigError(f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}")
+        if self.short_steps and self.context % 2:
+            raise ConfigError(f"short_steps is {self.short_steps}, and windows of {self.context} have no half")
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_choice("compute_dtype", self.compute_dtype, get_args(DTypeName))

@@ -209,6 +209,8 @@ def test_possible_models(changes: dict[str, Any]) -> None:
         ({"warmup_steps": -1}, "warmup_steps is -1; it must be a whole number of at least 0"),
         ({"seed": -1}, "seed is -1; it must be a whole number of at least 0"),
         ({"seed": "x"}, "seed is 'x'; it must be a whole number of at least 0"),
+        ({"short_steps": -1}, "short_steps is -1; it must be a whole number of at least 0"),
+        ({"short_steps": 1, "context": 7}, "short_steps is 1, and windows of 7 have no half"),
         ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown (choose from adamw, muon)"),
         ({"schedule": "step"}, "schedule 'step' is unknown (choose from cosine, linear)"),
         ({"compute_dtype": "int8"}, "compute_dtype 'int8' is unknown (choose from float32, bfloat16, float16)"),

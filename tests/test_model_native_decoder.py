@@ -17,7 +17,7 @@ from minigpt.model.cache import KVCache
 from minigpt.model.decoding import prepare
 from minigpt.model.transformer import GPT
 
-LLAMAS = {name: config for name, config in VARIANTS.items() if config.traits.norm == "rms" and config.head_dim == 8}
+LLAMAS = {name: config for name, config in VARIANTS.items() if config.traits.norm == "rms" and config.head_dim % 8 == 0}
 OTHERS = {name: config for name, config in VARIANTS.items() if name not in LLAMAS}
 # Heads of 80 are gathered in a wide and two narrow parts; half of 160 outputs is no multiple of a block of 16.
 LARGE = replace(

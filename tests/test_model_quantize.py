@@ -147,10 +147,11 @@ def test_a_model_computes_with_its_rounded_weights_and_nothing_else(config: Mode
     prepare(ready, kind)
     tokens = random_tokens(2, CONTEXT)
     expected = with_rounded_weights(plain, ready)(tokens)
-    torch.testing.assert_close(ready(tokens), expected, rtol=1e-3, atol=1e-3)
     cache = KVCache(config, 2, CONTEXT)
     steps = [ready(tokens[:, place : place + 1], cache) for place in range(CONTEXT)]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-3, atol=1e-3)
+    for found in (ready(tokens), torch.cat(steps, dim=1)):
+        # What is multiplied is rounded to 12 bits or more; 8 would cost some 1e-2.
+        assert (found - expected).square().mean().sqrt() < 5e-4 * expected.std()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from minigpt.config import ModelConfig
 from minigpt.errors import DataError
+from minigpt.model.transformer import GPT
 from minigpt.training.batches import Batch, CorpusBatches
+from minigpt.training.objectives import NextToken
 
 
 class Numbers:
@@ -37,6 +40,19 @@ def batches(length: int, context: int = 8, batch_size: int = 1, seed: int = 0) -
 def test_a_text_shorter_than_a_window_is_an_error(length: int) -> None:
     with pytest.raises(DataError, match=rf"^the training text has {length} tokens, fewer than one window of 8 \+ 1; "):
         batches(length)
+
+
+def test_the_first_steps_read_each_window_as_two_texts() -> None:
+    source = CorpusBatches(Numbers(100), context=8, batch_size=2, seed=0, short_steps=3)
+    plain = batches(100, batch_size=2)
+    for step in range(5):
+        batch, whole = source.at(step), plain.at(step)
+        assert torch.equal(batch.tokens, whole.tokens)
+        assert torch.equal(batch.targets, whole.targets)
+        assert batch.texts.shape == ((4, 4) if step < 3 else (2, 8))
+        assert torch.equal(batch.texts.flatten(), whole.tokens.flatten())
+        for micro, row in zip(batch.split(1), whole.tokens, strict=True):
+            assert torch.equal(micro.to(torch.device("cpu")).texts, row.view(-1, batch.texts.shape[1]))
 
 
 def test_a_text_of_one_window_has_exactly_one() -> None:
@@ -101,3 +117,24 @@ def test_micro_batches_are_the_batch_in_parts() -> None:
     assert torch.equal(torch.cat([part.documents for part in parts if part.documents is not None]), numbers // 3)
     assert next(Batch(numbers, numbers).split(9)).documents is None
     assert torch.equal(batch.to(torch.device("cpu")).targets, batch.targets)
+
+
+def test_a_window_in_two_is_learned_as_two_texts() -> None:
+    config = ModelConfig(
+        vocab_size=19, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        intermediate_size=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model = GPT(config)
+    model.initialize(torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 19, (3, 9), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    whole, halves, apart = (
+        NextToken().loss_sum(model, batch)
+        for batch in (
+            Batch(inputs, targets),
+            Batch(inputs, targets, pieces=2),
+            Batch(inputs.view(6, 4), targets.view(6, 4)),
+        )
+    )
+    assert torch.equal(halves, apart)
+    assert not torch.allclose(halves, whole)

@@ -203,15 +203,30 @@ def test_the_names_of_presets_are_in_order_of_size() -> None:
     assert isinstance(choose_model(Request(), 4096, 1, CPU)[0], ModelConfig)
 
 
+def test_two_thirds_of_a_run_on_a_cpu_read_short_windows() -> None:
+    def short(machine: Machine, preset: str, architecture: Any = "qwen3", **train: Any) -> int:
+        request = Request(preset=preset, architecture=architecture, steps=300, train=train)  # type: ignore[arg-type]
+        return plan_of(request, 10**7, machine).train.short_steps
+
+    assert short(CPU, "micro") == 200
+    assert short(CPU, "micro", short_steps=7) == 7
+    assert short(CPU, "micro", context=128) == 0
+    assert short(CPU, "micro", context=257 - 2) == 0, "an odd window has no half"
+    assert short(CPU, "nano") == 0
+    assert short(CPU, "micro", "gpt2") == 0, "which learns each position by itself"
+    assert short(GPU, "micro") == 0
+
+
 def test_only_runs_that_earn_it_back_are_compiled() -> None:
     def compiled(machine: Machine, **budget: Any) -> bool:
         return plan_of(Request(**budget), 10**7, machine).train.compile
 
-    able = replace(CPU, has_compiler=True)
+    able = replace(CPU, has_compiler=True, compute_dtype="bfloat16")
     assert compiled(able, minutes=20.0)
+    assert not compiled(replace(able, compute_dtype="float32"), minutes=20.0)
     assert not compiled(able, minutes=3.0)
     assert not compiled(able, steps=10**6)  # how long that takes is not known
-    assert not compiled(CPU, minutes=20.0)
+    assert not compiled(replace(able, has_compiler=False), minutes=20.0)
     assert compiled(GPU, minutes=2.0)
     assert compiled(GPU, steps=300)
     assert not compiled(GPU, steps=299)

@@ -111,7 +111,8 @@ def batches_of(rows: PackedRows, batch_size: int) -> Iterator[Batch]:
 
 
 def _batch(arrays: Arrays) -> Batch:
-    return Batch(*(torch.from_numpy(array) for array in arrays))
+    tokens, targets, documents = map(torch.from_numpy, arrays)
+    return Batch(tokens, targets, documents)
 
 
 def _stacked(rows: list[Batch]) -> Batch:

@@ -37,7 +37,7 @@ class NextToken:
 
     def loss_sum(self, model: GPT, batch: Batch) -> Tensor:
         """Sum their losses."""
-        hidden = model.model(batch.tokens, documents=batch.documents)
+        hidden = model.model(batch.texts, documents=batch.documents)
         return loss_sum(hidden, model.lm_head.weight, batch.targets, model.model.kernels.slope)
 
     def figures(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class NoisyNextToken(NextToken):
 def document_lengths(batch: Batch) -> Tensor:
     """For each token (B, T) how many tokens its document has in its row; float32."""
     if batch.documents is None:
-        return torch.full(batch.tokens.shape, float(batch.tokens.shape[1]), device=batch.tokens.device)
+        return torch.full(batch.texts.shape, float(batch.texts.shape[1]), device=batch.tokens.device)
     counts = torch.zeros(batch.tokens.shape[0], int(batch.documents.max()) + 1, device=batch.tokens.device)
     counts.scatter_add_(1, batch.documents, torch.ones_like(batch.documents, dtype=counts.dtype))
     return counts.gather(1, batch.documents)

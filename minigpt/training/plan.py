@@ -31,6 +31,8 @@ EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
 FREE_MEMORY_SHARE = 0.7
 COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes,
 CPU_COMPILE_SECONDS = 600.0  # and one on a CPU this long, which gains less
+SHORT_FROM = 256  # from this context on, a CPU reads windows in two at first
+SHORT_SHARE = 2 / 3  # of the steps
 LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
 LEARNING_RATE_WIDTH = 128
 MIN_VOCABULARY, MAX_VOCABULARY = 512, 65_536
@@ -95,7 +97,7 @@ def check_train(settings: dict[str, Any]) -> None:
         "total_steps": 1,
         "batch_size": sys.maxsize,
         "micro_batch_size": 1,
-        "context": 1,
+        "context": 2,
         "seed": 0,
     }
     blank |= {"learning_rate": 0.0, "warmup_steps": 0}
@@ -241,6 +243,7 @@ def make_plan(
         "eval_every": max(1, math.ceil(steps / EVALUATIONS)),
         "compute_dtype": machine.compute_dtype,
         "compile": long_enough_to_compile(machine, steps, seconds),
+        "short_steps": _short_steps(model, machine, context, steps),
     }
     config = from_mapping(TrainConfig, {**values, **request.train}, "train")
     forward_share = 3.0 * EVALUATION_SHARE / EVALUATIONS / 2  # a forward pass is a third; windows overlap by half
@@ -261,6 +264,12 @@ def _steps(
     return max(1, int(seconds * speed() / step_tokens / (1 + EVALUATION_SHARE))), seconds
 
 
+def _short_steps(model: ModelConfig, machine: Machine, context: int, steps: int) -> int:
+    """How many steps read windows as two texts: on a CPU, where positions are learned for every length alike."""
+    fits = machine.device_type == "cpu" and model.traits.positions == "rotary" and context % 2 == 0
+    return round(SHORT_SHARE * steps) if fits and context >= SHORT_FROM else 0
+
+
 def learning_rate(model: ModelConfig) -> float:
     """The peak rate of pretraining."""
     return round(LEARNING_RATE * math.sqrt(LEARNING_RATE_WIDTH / model.hidden_size), 6)
@@ -270,7 +279,8 @@ def long_enough_to_compile(machine: Machine, steps: int, seconds: float | None) 
     """Tell whether a run of so many steps, or seconds where they are its budget, earns back what compiling takes."""
     if machine.device_type == "cuda":
         return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
-    return machine.has_compiler and seconds is not None and seconds >= CPU_COMPILE_SECONDS
+    fused = machine.compute_dtype == "float32"  # by `model/fused.c`, which is as fast and takes no time to compile
+    return machine.has_compiler and not fused and seconds is not None and seconds >= CPU_COMPILE_SECONDS
 
 
 def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:

@@ -199,7 +199,13 @@ def _run(
     ranks: Ranks,
 ) -> TextRun:
     train = plan.train
-    batches = CorpusBatches(corpus.train, context=train.context, batch_size=train.batch_size, seed=train.seed)
+    batches = CorpusBatches(
+        corpus.train,
+        context=train.context,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        short_steps=train.short_steps,
+    )
     score = partial(_score, corpus, tokenizer) if _holds_out(corpus) else None
     validate = None if score is None else partial(score, limit=plan.validation_tokens)
     # At the end all of the held-out text, or where it is large, as much as in all evaluations together.
