@@ -63,5 +63,6 @@ def _key(source: Path) -> str:
     info = Path("/proc/cpuinfo")
     processor = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
     flags = [line for line in processor.splitlines() if line.startswith(("model name", "flags", "Features"))]
-    parts = (source.read_text(encoding="utf-8"), *_FLAGS, platform.machine(), *flags)
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, *_FLAGS, platform.machine(), *flags)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -3,24 +3,14 @@
  * Every sum has an order of its own that neither the number of threads nor the rows beside it change.
  * Widths are multiples of 8, those of rotary heads of 16.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "lanes.h"
 
-#define LANES 8
 #define QUERIES 16 /* that are worked on together */
 #define PARTS 32   /* in which the gradient of a gain is summed up */
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
 #define AT(x) (*(lanes *)(x))
 #define GET(x) (*(const lanes *)(x))
 
-INLINE lanes every(float x) { return (lanes){x, x, x, x, x, x, x, x}; }
 INLINE float sum(lanes v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 INLINE float dot_product(const float *a, const float *b, long width) {
     lanes total = {0};
@@ -28,9 +18,7 @@ INLINE float dot_product(const float *a, const float *b, long width) {
     return sum(total);
 }
 
-INLINE lanes choose(words where, lanes a, lanes b) { return (lanes)((where & (words)a) | (~where & (words)b)); }
-
-INLINE lanes greater(lanes a, lanes b) { return choose(a > b, a, b); }
+INLINE lanes greater(lanes a, lanes b) { return where(a > b, a, b); }
 
 INLINE float greatest(lanes v) {
     float found = v[0];
@@ -38,27 +26,9 @@ INLINE float greatest(lanes v) {
     return found;
 }
 
-/* e^x for x <= 88, and 0 below -87: x = n ln 2 + r, a polynomial for e^r, and n into the exponent. NaN stays NaN. */
-INLINE lanes exponential(lanes x) {
-    const words tiny = x < every(-87.0f);
-    const lanes shifter = every(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-    const lanes n = (x * every(1.44269504f) + shifter) - shifter;
-    const lanes r = (x - n * every(0.693359375f)) - n * every(-2.12194440e-4f);
-    lanes p = every(1.9875691500e-4f);
-    p = p * r + every(1.3981999507e-3f);
-    p = p * r + every(8.3334519073e-3f);
-    p = p * r + every(4.1665795894e-2f);
-    p = p * r + every(1.6666665459e-1f);
-    p = p * r + every(5.0000001201e-1f);
-    p = (p * r) * r + r + every(1.0f);
-    return (lanes)(~tiny & ((words)p + (__builtin_convertvector(n, words) << 23)));
-}
-
-INLINE lanes sigmoid(lanes x) { return every(1.0f) / (every(1.0f) + exponential(-greater(x, every(-88.0f)))); }
-
 /* The last numbers of a row, fewer than LANES, and behind them what adds nothing to a softmax. */
 INLINE lanes some(const float *x, long count) {
-    lanes v = every(-INFINITY);
+    lanes v = ALL(-INFINITY);
     memcpy(&v, x, count * sizeof(float));
     return v;
 }
@@ -69,7 +39,7 @@ void rms_norm_forward(const float *x, const float *gain, float *y, float *scales
     for (long r = 0; r < rows; r++) {
         const float *from = x + r * width;
         scales[r] = 1.0f / sqrtf(dot_product(from, from, width) / width + eps);
-        for (long i = 0; i < width; i += LANES) AT(y + r * width + i) = GET(from + i) * every(scales[r]) * GET(gain + i);
+        for (long i = 0; i < width; i += LANES) AT(y + r * width + i) = GET(from + i) * ALL(scales[r]) * GET(gain + i);
     }
 }
 
@@ -78,7 +48,7 @@ INLINE void norm_gradient(const float *x, const float *gain, float scale, const 
                           long width) {
     lanes dot = {0};
     for (long i = 0; i < width; i += LANES) dot += GET(gain + i) * GET(dy + i) * GET(x + i);
-    const lanes s = every(scale), mean = every(sum(dot) / width * scale * scale);
+    const lanes s = ALL(scale), mean = ALL(sum(dot) / width * scale * scale);
     for (long i = 0; i < width; i += LANES) {
         const lanes v = GET(x + i), d = GET(dy + i);
         AT(dgain + i) += d * v * s;
@@ -117,7 +87,7 @@ void gated_backward(const float *gate, const float *up, const float *dy, float *
     for (long i = 0; i < count; i += LANES) {
         const lanes g = GET(gate + i), d = GET(dy + i), s = sigmoid(g);
         AT(dup + i) = d * g * s;
-        AT(dgate + i) = d * GET(up + i) * s * (every(1.0f) + g * (every(1.0f) - s));
+        AT(dgate + i) = d * GET(up + i) * s * (ALL(1.0f) + g * (ALL(1.0f) - s));
     }
 }
 
@@ -135,14 +105,14 @@ void softmax_slope(float *logits, const int64_t *targets, float *losses, long ro
         lanes found = rest ? some(row + whole, rest) : GET(row), total = {0};
         for (long i = 0; i < whole; i += LANES) found = greater(GET(row + i), found);
         const float top = greatest(found), own = row[target] - top;
-        for (long i = 0; i < whole; i += LANES) total += AT(row + i) = exponential(GET(row + i) - every(top));
+        for (long i = 0; i < whole; i += LANES) total += AT(row + i) = exponential(GET(row + i) - ALL(top));
         float sum_of_all = sum(total);
         if (rest) {
-            const lanes tail = exponential(some(row + whole, rest) - every(top));
+            const lanes tail = exponential(some(row + whole, rest) - ALL(top));
             for (long j = 0; j < rest; j++) sum_of_all += row[whole + j] = tail[j];
         }
         const float scale = 1.0f / sum_of_all;
-        for (long i = 0; i < whole; i += LANES) AT(row + i) *= every(scale);
+        for (long i = 0; i < whole; i += LANES) AT(row + i) *= ALL(scale);
         for (long i = whole; i < V; i++) row[i] *= scale;
         row[target] -= 1.0f;
         losses[r] = logf(sum_of_all) - own;
@@ -158,7 +128,7 @@ INLINE void product_rows(const float *a, long ra, long ca, const float *b, long 
             lanes right[2];
             UNROLL for (int v = 0; v < N; v++) right[v] = GET(b + i * n_of_b + j + LANES * v);
             UNROLL for (int r = 0; r < R; r++) {
-                const lanes left = every(a[r * ra + i * ca]);
+                const lanes left = ALL(a[r * ra + i * ca]);
                 UNROLL for (int v = 0; v < N; v++) acc[r * N + v] += left * right[v];
             }
         }
@@ -211,7 +181,7 @@ static void prepare(const struct attention *p, const float *x, long stride, cons
     const long D = p->D, half = D / 2;
     for (long t = 0; t < p->T; t++, x += stride, to += D) {
         scales[t] = gain ? 1.0f / sqrtf(dot_product(x, x, D) / D + p->eps) : 1.0f;
-        const lanes scale = every(scales[t] * factor);
+        const lanes scale = ALL(scales[t] * factor);
         for (long i = 0; i < D; i += LANES) AT(to + i) = gain ? GET(x + i) * scale * GET(gain + i) : GET(x + i) * scale;
         if (p->cosines)
             for (long i = 0; i < half; i += LANES) {
@@ -235,7 +205,7 @@ static void prepare_gradient(const struct attention *p, const float *x, long str
                 const lanes u = GET(d + i), v = GET(d + half + i);
                 AT(d + i) = u * c + v * s, AT(d + half + i) = v * c - u * s;
             }
-        for (long i = 0; i < D; i += LANES) AT(d + i) *= every(factor);
+        for (long i = 0; i < D; i += LANES) AT(d + i) *= ALL(factor);
         if (gain) norm_gradient(x, gain, scales[t], d, dx, dgain, D);
         else memcpy(dx, d, D * sizeof(float));
     }
@@ -269,7 +239,7 @@ static float most(float *row, struct keys range, long first, long t) {
 /* Scores of one query, in place, become the weights of its softmax before they are divided; returns the divisor. */
 static float softmax(float *row, struct keys range, float top) {
     lanes total = {0};
-    for (long j = range.low; j < range.high; j += LANES) total += AT(row + j) = exponential(GET(row + j) - every(top));
+    for (long j = range.low; j < range.high; j += LANES) total += AT(row + j) = exponential(GET(row + j) - ALL(top));
     return sum(total);
 }
 
@@ -300,7 +270,7 @@ void attention_forward(const struct attention *p) {
             }
             product(scores + low, wide, 1, v + low * D, D, out + from * C, C, count, keys, D, 0);
             for (long r = 0; r < count; r++)
-                for (long i = 0; i < D; i += LANES) AT(out + (from + r) * C + i) /= every(divisors[r]);
+                for (long i = 0; i < D; i += LANES) AT(out + (from + r) * C + i) /= ALL(divisors[r]);
         }
         free(memory);
     }
@@ -310,8 +280,8 @@ void attention_forward(const struct attention *p) {
  * scores, in place: ds = w (dw - sum w dw) (Dao et al. 2022, "FlashAttention", appendix B). */
 static void softmax_gradient(float *row, float *drow, struct keys range, float logsum, float dot) {
     for (long j = range.low; j < range.high; j += LANES) {
-        AT(row + j) = exponential(GET(row + j) - every(logsum));
-        AT(drow + j) = GET(row + j) * (GET(drow + j) - every(dot));
+        AT(row + j) = exponential(GET(row + j) - ALL(logsum));
+        AT(drow + j) = GET(row + j) * (GET(drow + j) - ALL(dot));
     }
 }
 

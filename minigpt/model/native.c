@@ -7,31 +7,20 @@
  * Every number is summed up in the same order whatever lines stand beside it and however many threads there are: a line
  * alone is bit for bit that line among others.
  */
-#include <math.h>
+#include "lanes.h"
 #include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-#define LANES 8
 #define OUTS 4   /* outputs of a tile: rows of W that are read side by side */
 #define BLOCK 16 /* outputs for which all lines are gone through, so that their part of W stays in the cache */
 #define GROUP 32 /* weights of int4 that share a scale and a zero */
 
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef int16_t eight __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t bytes __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-#define AS_FLOAT(v) __builtin_convertvector(v, lanes)
-#define ALL(number) ((number) - (lanes){0})
 
 enum kind { FLOAT32, INT8, INT4 };
 
@@ -215,9 +204,6 @@ static void product(const struct matrix *m, const struct lines *x, long count, f
     }
 }
 
-/* The nearest whole numbers: this sum is so large that its last bit stands for 1. */
-INLINE words whole(lanes v) { return (words)(v + 0x1.8p23f) - (words)ALL(0x1.8p23f); }
-
 INLINE eight nearest(lanes v) { return __builtin_convertvector(whole(v), eight); }
 
 /* Round line `r` of x to whole numbers. */
@@ -282,21 +268,6 @@ struct room {
     long block, size; /* bytes of that block, and of all that a thread has for itself */
     long stride;      /* scores of a query */
 };
-
-INLINE lanes where(words mask, lanes a, lanes b) { return (lanes)((mask & (words)a) | (~mask & (words)b)); }
-
-/* e^x for x from -87 to 87, and for what lies outside that of the nearer end; off by 1e-7 of it. */
-INLINE lanes exponential(lanes x) {
-    x = where(x < -87, ALL(-87), where(x > 87, ALL(87), x));
-    const words power = whole(x * 1.44269504f);
-    const lanes n = AS_FLOAT(power), f = x - n * 0.693359375f + n * 2.12194440e-4f; /* x - n ln 2, in two parts */
-    lanes p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    return (p * f * f + f + 1) * (lanes)((power + 127) << 23);
-}
 
 /* To root mean square 1, times the gain; x and y may be the same. */
 static void rms_norm(const float *x, const float *gain, float *y, long width, float eps) {
@@ -460,7 +431,7 @@ static void share(long total, long unit, long t, long threads, long *from, long 
 static void bend(const float *wide, float *to_line, long width, long from, long to) {
     for (long i = from; i < to; i += LANES) {
         const lanes gate = *(const lanes *)(wide + i), up = *(const lanes *)(wide + width + i);
-        *(lanes *)(to_line + i) = gate / (1 + exponential(-gate)) * up;
+        *(lanes *)(to_line + i) = gate * sigmoid(gate) * up;
     }
 }
 
