@@ -210,9 +210,9 @@ def test_two_thirds_of_a_run_on_a_cpu_read_short_windows() -> None:
 
     assert short(CPU, "micro") == 200
     assert short(CPU, "micro", short_steps=7) == 7
-    assert short(CPU, "micro", context=128) == 0
+    assert short(CPU, "micro", context=64) == 0
     assert short(CPU, "micro", context=257 - 2) == 0, "an odd window has no half"
-    assert short(CPU, "nano") == 0
+    assert short(CPU, "nano") == 200
     assert short(CPU, "micro", "gpt2") == 0, "which learns each position by itself"
     assert short(GPU, "micro") == 0
 
