@@ -73,7 +73,7 @@ def test_in_float32_everything_comes_back_bit_for_bit(name: str, tokenizer: Toke
     path = tmp_path / "model.gguf"
     assert write_gguf(path, model, tokenizer, "f32") == []
     read = read_gguf(path)
-    architecture = "llama" if name == "mistral" else model.config.architecture
+    architecture = "llama" if model.config.architecture == "mistral" else model.config.architecture
     assert same_scaling(read.config, model.config)
     assert replace(read.config, rope_scaling=None) == replace(
         model.config, architecture=architecture, rope_scaling=None
