@@ -69,10 +69,11 @@ class Peer:
         """The answer, and the most memory (MB) that the process and those it started held meanwhile, in all."""
         with ThreadPoolExecutor(1) as thread:
             answer, peak = thread.submit(self.ask, **request), 0
-            while not answer.done():
+            while True:  # looks at least once, however soon the answer comes
                 peak = max(peak, resident_bytes(self._process.pid))
+                if answer.done():
+                    return answer.result(), round(peak / 1e6)
                 time.sleep(WATCH_SECONDS)
-            return answer.result(), round(peak / 1e6)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
