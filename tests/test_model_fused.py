@@ -79,16 +79,25 @@ def test_softmax_slope(vocabulary: int, scale: float) -> None:
     wide = logits.double().requires_grad_()
     expected = F.cross_entropy(wide, targets, reduction="sum", ignore_index=IGNORED)
     expected.backward()
-    loss, slope = fused.softmax_slope(logits, targets)
+    loss, slope = fused.softmax_slope(logits, targets, IGNORED)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(slope.double(), wide.grad, rtol=1e-5, atol=1e-6)
     assert slope.data_ptr() == logits.data_ptr(), "in the logits' own place"
 
 
+@pytest.mark.parametrize("wrong", [-1, 16, IGNORED - 1])
+def test_a_target_that_no_vocabulary_has_is_refused(wrong: int) -> None:
+    logits = random(2, 16).detach()
+    before = logits.clone()
+    with pytest.raises(IndexError, match="not in the vocabulary"):
+        fused.softmax_slope(logits, torch.tensor([3, wrong]), IGNORED)
+    assert torch.equal(logits, before)
+
+
 def test_a_loss_that_is_no_number_is_seen() -> None:
     logits = torch.zeros(2, 16)
     logits[1] = math.nan
-    loss, _ = fused.softmax_slope(logits, torch.tensor([3, 3]))
+    loss, _ = fused.softmax_slope(logits, torch.tensor([3, 3]), IGNORED)
     assert loss.isnan()
 
 

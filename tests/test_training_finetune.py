@@ -404,6 +404,7 @@ def test_an_adapter_needs_less_memory() -> None:
         ({"train": {"patience": -1}}, "train: patience is -1; it must be a whole number of at least 0"),
         ({"train": {"patients": 1}}, "train: unknown setting 'patients'"),
         ({"train": {"context": 9}}, "train.context is set; give --context instead"),
+        ({"train": {"short_steps": 9}}, "train.short_steps is set; conversations are never read in halves"),
     ],
 )
 def test_requests_are_checked(values: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +84,14 @@ def test_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         gc.enable()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is not known here")
+def test_the_peak_stays_when_memory_is_given_back() -> None:
+    before = probe.peak_memory(CPU)
+    size = max(0, before - probe.used_memory()) + (64 << 20)
+    block = torch.ones(size, dtype=torch.uint8)
+    held = probe.used_memory()
+    del block
+    assert probe.peak_memory(CPU) >= held - (1 << 20)
+    assert probe.peak_memory(CPU) >= before + (32 << 20)

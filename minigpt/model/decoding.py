@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from minigpt.config import QuantizeName
 from minigpt.model.native import Matrix, library, matrix, product
 from minigpt.model.native_decoder import forward_pass
-from minigpt.model.positions import rotate
 from minigpt.model.quantize import QuantizedEmbedding, quantized
-from minigpt.model.transformer import GPT, MLP, Attention, Rotary
+from minigpt.model.transformer import GPT, MLP, Attention
 
 Maker = Callable[[Tensor, Tensor | None], nn.Module]
 
@@ -60,19 +59,6 @@ class FusedAttention(Attention):
         """Return all queries (B, T, H D), keys and values (B, T, K D) of `x` (B, T, C)."""
         widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
         query, key, value = self.qkv_proj(x).split(widths, dim=-1)
-        return query, key, value
-
-    def project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query (B, H, T, D), key and value (B, K, T, D) of `x` (B, T, C), normed and turned by position."""
-        sizes = (self.heads, self.kv_heads, self.kv_heads)
-        joined = self.qkv_proj(x).unflatten(-1, (sum(sizes), self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key, value = joined.split(sizes, dim=1)
-            query, key = self.q_norm(query), self.k_norm(key)
-            return (query, key, value) if rotary is None else (rotate(query, *rotary), rotate(key, *rotary), value)
-        both, value = joined.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        both = both if rotary is None else rotate(both, *rotary)
-        query, key = both.split(sizes[:2], dim=1)
         return query, key, value
 
 

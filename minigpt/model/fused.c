@@ -92,13 +92,15 @@ void gated_backward(const float *gate, const float *up, const float *dy, float *
 }
 
 /* Cross-entropy of each of the rows of logits (rows, V), which become its gradient: softmax minus one-hot. A target
- * that is not in the vocabulary carries neither. */
-void softmax_slope(float *logits, const int64_t *targets, float *losses, long rows, long V) {
+ * that is `ignored` carries neither. Returns -1, and does nothing, where another is not in the vocabulary. */
+int softmax_slope(float *logits, const int64_t *targets, float *losses, long rows, long V, long ignored) {
+    for (long r = 0; r < rows; r++)
+        if (targets[r] != ignored && (targets[r] < 0 || targets[r] >= V)) return -1;
 #pragma omp parallel for schedule(static) if (rows * V > 8192)
     for (long r = 0; r < rows; r++) {
         float *row = logits + r * V;
         const long target = targets[r], whole = V / LANES * LANES, rest = V - whole;
-        if (target < 0 || target >= V) {
+        if (target == ignored) {
             memset(row, 0, V * sizeof(float)), losses[r] = 0.0f;
             continue;
         }
@@ -117,6 +119,7 @@ void softmax_slope(float *logits, const int64_t *targets, float *losses, long ro
         row[target] -= 1.0f;
         losses[r] = logf(sum_of_all) - own;
     }
+    return 0;
 }
 
 /* R rows of c (m, n) = or += a (m, k) b (k, n), n a multiple of 8; a may lie in any order, `ra` and `ca` apart. */

@@ -45,11 +45,10 @@ def library() -> ctypes.CDLL | None:
     found.rms_norm_backward.argtypes = [pointer] * 6 + [count] * 2
     found.gated_forward.argtypes = [pointer] * 3 + [count]
     found.gated_backward.argtypes = [pointer] * 5 + [count]
-    found.softmax_slope.argtypes = [pointer] * 3 + [count] * 2
+    found.softmax_slope.argtypes = [pointer] * 3 + [count] * 3
     found.attention_forward.argtypes = found.attention_backward.argtypes = [ctypes.POINTER(_Attention)]
     for name in ("rms_norm", "gated", "attention"):
         getattr(found, f"{name}_forward").restype = getattr(found, f"{name}_backward").restype = None
-    found.softmax_slope.restype = None
     return found
 
 
@@ -106,10 +105,14 @@ def attention(
     return out
 
 
-def softmax_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As `loss.softmax_slope`, for float32 on a CPU; the logits (n, V) themselves become the gradient."""
+def softmax_slope(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """As `loss.softmax_slope`, for float32 on a CPU; the logits (n, V) themselves become the gradient.
+
+    A target that is not in the vocabulary, nor `ignored`, is an IndexError.
+    """
     losses = torch.empty(len(targets))
-    _call().softmax_slope(_at(logits), _at(targets), _at(losses), *logits.shape)
+    if _call().softmax_slope(_at(logits), _at(targets), _at(losses), *logits.shape, ignored) < 0:
+        raise IndexError("a target that is not in the vocabulary")
     return losses.sum(), logits
 
 

@@ -29,7 +29,7 @@ def softmax_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     The gradient has the type of the logits, and may lie in their place; targets of -100 carry neither.
     """
     if fused.fits(logits, 1):
-        return fused.softmax_slope(logits, targets)
+        return fused.softmax_slope(logits, targets, IGNORED)
     log_probs = logits.float().log_softmax(-1)
     loss = F.nll_loss(log_probs, targets, reduction="sum", ignore_index=IGNORED)
     slope = log_probs.exp_()

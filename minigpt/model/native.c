@@ -459,6 +459,17 @@ static long lay_out(const struct model *m, const struct pass *p, long threads, s
     return at - (char *)p->room;
 }
 
+/* Norm lines of the stream, and make them ready to be multiplied with a matrix. */
+static void norm_lines(const struct model *m, const struct room *room, const float *gain, const struct matrix *with,
+                       struct lines *x, long from, long to) {
+    const long C = m->hidden;
+    x->floats = room->normed;
+    for (long r = from; r < to; r++) {
+        rms_norm(room->x + r * C, gain, room->normed + r * C, C, m->eps);
+        whole_numbers(with, x, r);
+    }
+}
+
 /* What one of the threads does; each part waits for the one before. */
 static void work(const struct model *m, const struct pass *p, const struct room *room, long t, long threads) {
     const long lines = p->rows * p->length, C = m->hidden, heads = m->heads + 2 * m->kv_heads;
@@ -474,11 +485,7 @@ static void work(const struct model *m, const struct pass *p, const struct room 
     }
     for (long layer = 0; layer < m->layers; layer++) {
         const struct layer *l = m->layer + layer;
-        x.floats = room->normed;
-        for (long r = mine; r < last; r++) {
-            rms_norm(room->x + r * C, l->attention_norm, room->normed + r * C, C, m->eps);
-            whole_numbers(&l->qkv, &x, r);
-        }
+        norm_lines(m, room, l->attention_norm, &l->qkv, &x, mine, last);
         WAIT
         share(l->qkv.outs, OUTS, t, threads, &from, &to);
         product(&l->qkv, &x, lines, room->joined, l->qkv.outs, from, to, 0, block);
@@ -497,11 +504,7 @@ static void work(const struct model *m, const struct pass *p, const struct room 
         share(C, OUTS, t, threads, &from, &to);
         product(&l->o, &x, lines, room->x, C, from, to, 1, block);
         WAIT
-        x.floats = room->normed;
-        for (long r = mine; r < last; r++) {
-            rms_norm(room->x + r * C, l->mlp_norm, room->normed + r * C, C, m->eps);
-            whole_numbers(&l->wide, &x, r);
-        }
+        norm_lines(m, room, l->mlp_norm, &l->wide, &x, mine, last);
         WAIT
         share(m->width, LANES, t, threads, &from, &to);
         product(&l->wide, &x, lines, room->wide, 2 * m->width, from, to, 0, block);

@@ -97,7 +97,8 @@ def training_bytes(
     held = 4 * total + states
     if shards > 1:
         held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
-    loss = _loss_bytes(config, tokens, element, device, output, FUSED_LOGIT_BYTES if whole else LOGIT_BYTES)
+    logit = FUSED_LOGIT_BYTES if _compiled(device) and element == 4 else LOGIT_BYTES
+    loss = _loss_bytes(config, tokens, element, device, output, logit)
     passing = copies + kept + max(loss, wide)
     return held + (int(HEAP * passing) if device == "cpu" else passing)
 

@@ -64,6 +64,8 @@ class TuningRequest(Budget):
         for name in ("context", "total_steps"):
             if name in self.train:
                 raise ConfigError(f"train.{name} is set; give --{'steps' if name == 'total_steps' else name} instead")
+        if "short_steps" in self.train:
+            raise ConfigError("train.short_steps is set; conversations are never read in halves, leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
