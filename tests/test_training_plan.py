@@ -221,12 +221,7 @@ def test_only_runs_that_earn_it_back_are_compiled() -> None:
     def compiled(machine: Machine, **budget: Any) -> bool:
         return plan_of(Request(**budget), 10**7, machine).train.compile
 
-    able = replace(CPU, has_compiler=True, compute_dtype="bfloat16")
-    assert compiled(able, minutes=20.0)
-    assert not compiled(replace(able, compute_dtype="float32"), minutes=20.0)
-    assert not compiled(able, minutes=3.0)
-    assert not compiled(able, steps=10**6)  # how long that takes is not known
-    assert not compiled(replace(able, has_compiler=False), minutes=20.0)
+    assert not compiled(CPU, minutes=600.0), "which has code of its own"
     assert compiled(GPU, minutes=2.0)
     assert compiled(GPU, steps=300)
     assert not compiled(GPU, steps=299)

@@ -101,3 +101,16 @@ print(probe.peak_memory(torch.device("cpu")) - probe.used_memory())
 def test_the_peak_stays_when_memory_is_given_back() -> None:
     found = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert int(found.stdout) > 150 << 20
+
+
+@pytest.mark.parametrize(
+    ("product", "step", "expected"), [(0.1, 2.0, "bfloat16"), (0.1, 0.9, "float32"), (0.8, 2.0, "float32")]
+)
+def test_bfloat16_must_be_faster_in_products_and_in_steps(
+    monkeypatch: pytest.MonkeyPatch, product: float, step: float, expected: str
+) -> None:
+    monkeypatch.setattr(probe, "_product_seconds", lambda dtype: product if dtype == torch.bfloat16 else 1.0)
+    monkeypatch.setattr(
+        probe, "training_speed", lambda model, rows, device, dtype, seconds: step if dtype == "bfloat16" else 1.0
+    )
+    assert probe.fast_dtype(CPU) == expected

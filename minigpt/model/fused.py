@@ -1,9 +1,10 @@
 """What a transformer does between its products, on a CPU: each piece forward and backward in one call of `fused.c`.
 
 PyTorch takes several passes through memory for each of them, and at small sizes the calls alone take longer than the
-products. Where there is no C compiler, and in other types than float32, PyTorch does the work.
+products. Where there is no C compiler, PyTorch does the work. Under autocast to bfloat16, what goes into products is in
+that type as soon as a piece writes it, so that nothing is copied for them; the stream between blocks stays float32.
 
-Shapes: B batch, T tokens, H heads, K key/value heads, D head width, V vocabulary.
+V is the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,19 +20,8 @@ from torch import Tensor
 from minigpt.compiler import compiled
 
 SOURCE = Path(__file__).with_name("fused.c")
-LANES = 8  # of which widths must be multiples; heads that are turned, of twice that
-
-
-class _Attention(ctypes.Structure):
-    """`struct attention` of `fused.c`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "query_gain", "key_gain", "cosines", "sines")),
-        *((name, ctypes.c_void_p) for name in ("first", "out", "logsum", "dout", "dquery", "dkey", "dvalue")),
-        *((name, ctypes.c_void_p) for name in ("dquery_gain", "dkey_gain")),
-        *((name, ctypes.c_long) for name in ("B", "T", "H", "K", "D", "angles")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")),
-    ]
+LANES = 8  # of which widths must be multiples
+TYPES = (torch.float32, torch.bfloat16)
 
 
 @lru_cache(maxsize=1)
@@ -40,15 +30,19 @@ def library() -> ctypes.CDLL | None:
     found = compiled(SOURCE)
     if found is None:
         return None
-    pointer, count, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    found.rms_norm_forward.argtypes = [pointer] * 4 + [count] * 2 + [number]
-    found.rms_norm_backward.argtypes = [pointer] * 6 + [count] * 2
-    found.gated_forward.argtypes = [pointer] * 3 + [count]
-    found.gated_backward.argtypes = [pointer] * 5 + [count]
-    found.softmax_slope.argtypes = [pointer] * 3 + [count] * 3
-    found.attention_forward.argtypes = found.attention_backward.argtypes = [ctypes.POINTER(_Attention)]
-    for name in ("rms_norm", "gated", "attention"):
-        getattr(found, f"{name}_forward").restype = getattr(found, f"{name}_backward").restype = None
+    pointer, count, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+    arguments = {
+        "norm_forward": [pointer] * 6 + [count] * 2 + [number, flag],
+        "norm_backward": [pointer] * 8 + [count] * 2 + [flag],
+        "gated_forward": [pointer] * 3 + [count, flag],
+        "gated_backward": [pointer] * 5 + [count, flag],
+        "gelu_forward": [pointer] * 2 + [count, flag],
+        "gelu_backward": [pointer] * 3 + [count, flag],
+    }
+    for name, kinds in arguments.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = kinds, None
+    found.softmax_slope.argtypes = [pointer] * 3 + [count] * 3 + [flag]
     return found
 
 
@@ -57,81 +51,70 @@ def fits(x: Tensor, multiple: int = LANES) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.device.type == "cpu"
-        and x.dtype == torch.float32
+        and x.dtype in TYPES
+        and product_type() in TYPES
         and x.shape[-1] % multiple == 0
         and x.numel() > 0
         and library() is not None
     )
 
 
-def fits_heads(x: Tensor, head_dim: int, rotary: bool) -> bool:
-    """Whether there is code for attention of heads so wide, in a model whose weights are like `x`."""
-    narrow = torch.is_autocast_enabled(x.device.type)
-    return not narrow and head_dim % (2 * LANES if rotary else LANES) == 0 and fits(x)
+def product_type() -> torch.dtype:
+    """The type that products of float32 are computed in on a CPU: another one under autocast."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Bring vectors (…, width) to root mean square 1, times a gain (width,) (Zhang & Sennrich 2019)."""
-    out: Tensor = _RMSNorm.apply(x, gain, eps)  # type: ignore[no-untyped-call]
+def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, kind: torch.dtype = torch.float32) -> Tensor:
+    """RMSNorm, or with a bias LayerNorm, of float32 vectors (…, width); the result is float32 or bfloat16.
+
+    Root mean square 1 (Zhang & Sennrich 2019), or mean 0 and deviation 1 (Ba et al. 2016), then times `gain` (width,).
+    """
+    out: Tensor = _Norm.apply(x, gain, bias, eps, kind)  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, all of one shape (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """Return silu(gate) * up, all of one shape and type (Shazeer 2020, "GLU Variants Improve Transformer")."""
     out: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_dim: int,
-    query_norm: Any = None,
-    key_norm: Any = None,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    first: Tensor | None = None,
-) -> Tensor:
-    """Causal attention from what the projections give, (B, T, H D) and twice (B, T, K D), to (B, T, H D).
-
-    Queries and keys go through their RMSNorm, if there is one, then are turned by `rotary`, cosines and sines (T, D/2)
-    or (B, 1, T, D/2). A token sees itself and those before it from `first` (B, T; int32) on. The scores of a
-    few queries at a time are held, and made again for the gradient (Dao et al. 2022, "FlashAttention").
-    """
-    gains, eps = (None, None), 0.0
-    if query_norm is not None:
-        gains, eps = (query_norm.weight, key_norm.weight), query_norm.eps
-    out: Tensor = _FusedAttention.apply(query, key, value, *gains, eps, rotary, first, head_dim)  # type: ignore[no-untyped-call]
+def gelu(x: Tensor) -> Tensor:
+    """GELU by its tanh, elementwise (Hendrycks & Gimpel 2016)."""
+    out: Tensor = _GELU.apply(x)  # type: ignore[no-untyped-call]
     return out
 
 
 def softmax_slope(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """As `loss.softmax_slope`, for float32 on a CPU; the logits (n, V) themselves become the gradient.
+    """As `loss.softmax_slope`, on a CPU; the logits (n, V) themselves become the gradient.
 
     A target that is not in the vocabulary, nor `ignored`, is an IndexError.
     """
     losses = torch.empty(len(targets))
-    if _call().softmax_slope(_at(logits), _at(targets), _at(losses), *logits.shape, ignored) < 0:
+    if _call().softmax_slope(at(logits), at(targets), at(losses), *logits.shape, ignored, _narrow(logits)) < 0:
         raise IndexError("a target that is not in the vocabulary")
     return losses.sum(), logits
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, kind: torch.dtype) -> Tensor:
         x, gain = x.contiguous(), gain.detach()
-        out, scales = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        _call().rms_norm_forward(_at(x), _at(gain), _at(out), _at(scales), scales.numel(), x.shape[-1], eps)
-        ctx.save_for_backward(x, gain, scales)
+        out, scales = torch.empty_like(x, dtype=kind), x.new_empty(x.shape[:-1])
+        means = None if bias is None else torch.empty_like(scales)
+        places = map(at, (x, gain, bias, out, means, scales))
+        _call().norm_forward(*places, scales.numel(), x.shape[-1], eps, _narrow(out))
+        ctx.save_for_backward(x, gain, means, scales)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, gain, scales = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, gain, means, scales = ctx.saved_tensors
         slope, dx, dgain = grads[0].contiguous(), torch.empty_like(x), torch.empty_like(gain)
-        places = map(_at, (x, gain, scales, slope, dx, dgain))
-        _call().rms_norm_backward(*places, scales.numel(), x.shape[-1])
-        return dx, dgain, None
+        dbias = None if means is None else torch.empty_like(gain)
+        places = map(at, (x, gain, means, scales, slope, dx, dgain, dbias))
+        _call().norm_backward(*places, scales.numel(), x.shape[-1], _narrow(slope))
+        return dx, dgain, dbias, None, None
 
 
 class _Gated(torch.autograd.Function):
@@ -139,7 +122,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        _call().gated_forward(_at(gate), _at(up), _at(out), gate.numel())
+        _call().gated_forward(at(gate), at(up), at(out), gate.numel(), _narrow(gate))
         ctx.save_for_backward(gate, up)
         return out
 
@@ -147,51 +130,25 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         slope, dgate, dup = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        _call().gated_backward(*map(_at, (gate, up, slope, dgate, dup)), gate.numel())
+        _call().gated_backward(*map(at, (gate, up, slope, dgate, dup)), gate.numel(), _narrow(gate))
         return dgate, dup
 
 
-class _FusedAttention(torch.autograd.Function):
+class _GELU(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_gain: Tensor | None,
-        key_gain: Tensor | None,
-        eps: float,
-        rotary: tuple[Tensor, Tensor] | None,
-        first: Tensor | None,
-        head_dim: int,
-    ) -> Tensor:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        B, T, _ = query.shape
-        H, K = query.shape[-1] // head_dim, key.shape[-1] // head_dim
-        cosines, sines = rotary or (None, None)
-        out, logsum = torch.empty_like(query), query.new_empty(B, H, T)
-        ctx.sizes = {"B": B, "T": T, "H": H, "K": K, "D": head_dim, "eps": eps, "scale": head_dim**-0.5}
-        ctx.sizes["angles"] = cosines.shape[-2] * cosines.shape[-1] if cosines is not None and cosines.dim() == 4 else 0
-        ctx.save_for_backward(query, key, value, query_gain, key_gain, cosines, sines, first, out, logsum)
-        _call().attention_forward(_arguments(ctx.sizes, _GIVEN, ctx.to_save))
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        _call().gelu_forward(at(x), at(out), x.numel(), _narrow(x))
+        ctx.save_for_backward(x)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given, slope = ctx.saved_tensors, grads[0].contiguous()
-        found = tuple(None if tensor is None else torch.empty_like(tensor) for tensor in given[:5])
-        _call().attention_backward(_arguments(ctx.sizes, _ALL, (*given, slope, *found)))
-        return (*found, None, None, None, None)
-
-
-_GIVEN = ("query", "key", "value", "query_gain", "key_gain", "cosines", "sines", "first", "out", "logsum")
-_ALL = (*_GIVEN, "dout", "dquery", "dkey", "dvalue", "dquery_gain", "dkey_gain")
-
-
-def _arguments(sizes: dict[str, Any], names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> Any:
-    """What `fused.c` is told of attention, for as long as the tensors live; one that is not there is a null pointer."""
-    places = {name: _at(tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
-    return _Attention(**sizes, **places)
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        slope, dx = grads[0].contiguous(), torch.empty_like(x)
+        _call().gelu_backward(at(x), at(slope), at(dx), x.numel(), _narrow(x))
+        return dx
 
 
 def _call() -> ctypes.CDLL:
@@ -200,6 +157,11 @@ def _call() -> ctypes.CDLL:
     return found
 
 
-def _at(tensor: Tensor) -> int:
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()
+def _narrow(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def at(tensor: Tensor | None) -> int | None:
+    """Where the numbers of a tensor lie, for C; nowhere if there is none. It has to live as long."""
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()

@@ -14,7 +14,6 @@ DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # one's probabilities and slope, the new one's logits and log-probabilities.
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LOGIT_BYTES = 16
-FUSED_LOGIT_BYTES = 8  # where `fused.c` makes one of the other in place
 HEAP = 1.35  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
 
 
@@ -74,7 +73,7 @@ def training_bytes(
     Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
     To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
     MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. A CPU
-    with a C compiler keeps much less in float32 (`fused.c`). On a CPU the heap's holes are counted too.
+    with a C compiler keeps much less (`fused.c`). On a CPU the heap's holes are counted too.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
     (`packed`) keep a mask each in every layer on a CPU that has no compiler. Of a model that is cut over `shards`
@@ -97,7 +96,7 @@ def training_bytes(
     held = 4 * total + states
     if shards > 1:
         held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
-    logit = FUSED_LOGIT_BYTES if _compiled(device) and element == 4 else LOGIT_BYTES
+    logit = 2 * element if _compiled(device, compute_dtype) else LOGIT_BYTES  # `fused.c` works in place
     loss = _loss_bytes(config, tokens, element, device, output, logit)
     passing = copies + kept + max(loss, wide)
     return held + (int(HEAP * passing) if device == "cpu" else passing)
@@ -106,11 +105,11 @@ def training_bytes(
 def fused(config: ModelConfig, compute_dtype: DTypeName, device: str) -> bool:
     """Whether attention as a whole is that of `fused.c`."""
     multiple = 16 if config.traits.positions == "rotary" else 8
-    return _compiled(device) and compute_dtype == "float32" and config.head_dim % multiple == 0
+    return _compiled(device, compute_dtype) and config.head_dim % multiple == 0
 
 
-def _compiled(device: str) -> bool:
-    return device == "cpu" and compiler.found() is not None
+def _compiled(device: str, compute_dtype: DTypeName) -> bool:
+    return device == "cpu" and compute_dtype != "float16" and compiler.found() is not None
 
 
 def activation_bytes(
@@ -120,17 +119,17 @@ def activation_bytes(
     traits, element, C = config.traits, DTYPE_BYTES[compute_dtype], config.hidden_size
     H, K = config.num_attention_heads, config.num_key_value_heads
     queries, keys = _attention_widths(config)
-    # Matrices that share an input share what is kept of it, but autocast makes a copy for each.
-    shared_inputs = (3 + _mlp_inputs(config)) * C if element < 4 else 2 * C
+    whole, one_call = fused(config, compute_dtype, device), _compiled(device, compute_dtype)
+    # Matrices that share an input share what is kept of it, but autocast makes a copy for each of what is float32.
+    shared = element == 4 or (one_call and traits.norm_first)
+    shared_inputs = 2 * C if shared else (3 + _mlp_inputs(config)) * C
     # Queries, keys, values and the result; rotary queries are laid out anew, so that the result is copied once more.
-    whole, one_call = fused(config, compute_dtype, device), _compiled(device)
-    gated = one_call and element == 4
     attended = queries + 2 * keys + queries + (queries if traits.positions == "rotary" and not whole else 0)
-    mlp = {"swiglu": 3 if gated else 4, "gelu": 2, "relu": 1}[traits.mlp] * config.intermediate_size
+    mlp = {"swiglu": 3 if one_call else 4, "gelu": 2, "relu": 1}[traits.mlp] * config.intermediate_size
     block = element * (shared_inputs + attended + mlp) + 4 * H  # and the softmax's divisor
     block += 2 * _norm_bytes(config, C, 1, one_call)
     if traits.qk_norm and not whole:
-        quick = gated and config.head_dim % 8 == 0
+        quick = one_call and element == 4 and config.head_dim % 8 == 0
         block += _norm_bytes(config, queries, H, quick) + _norm_bytes(config, keys, K, quick)
     last = _norm_bytes(config, C, 1, one_call) if traits.norm_first else 0
     return tokens * (config.num_hidden_layers * block + last)

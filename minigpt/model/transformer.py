@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minigpt.config import ModelConfig
 from minigpt.model import fused
+from minigpt.model.attention import attention, fits_heads
 from minigpt.model.cache import AttentionPlan, KVCache
 from minigpt.model.kernels import Kernels, block_attention, document_blocks
 from minigpt.model.positions import rotary_angles, rotate, sinusoidal
@@ -26,6 +27,7 @@ class Norm(nn.Module):
     """Bring each vector to unit size, then scale it (and shift it, for LayerNorm).
 
     RMSNorm divides by the root mean square (Zhang & Sennrich 2019), LayerNorm takes off the mean too (Ba et al. 2016).
+    Under autocast the result is of the type of products where it goes into these, and float32 where it is the stream.
     """
 
     def __init__(self, width: int, config: ModelConfig) -> None:
@@ -33,12 +35,14 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.traits.norm == "layer" else None
         self.layer, self.eps = config.traits.norm == "layer", config.norm_eps
+        self.before_products = config.traits.norm_first
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32 and fused.fits(x):
+            kind = fused.product_type() if self.before_products else torch.float32
+            return fused.norm(x, self.weight, self.bias, self.eps, kind)
         if self.layer:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        if fused.fits(x):
-            return fused.rms_norm(x, self.weight, self.eps)
         # Under autocast queries and keys are narrower than their gain; PyTorch warns of mixed types.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -65,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
         if plan.fused:
             projected = self.projections(x)
-            out = fused.attention(*projected, self.head_dim, self.q_norm, self.k_norm, rotary, plan.first)
+            out = attention(*projected, self.head_dim, self.q_norm, self.k_norm, rotary, plan.first)
         else:
             query, key, value = self.project(x, rotary)
             if cache is not None:
@@ -130,7 +134,7 @@ class MLP(nn.Module):
             gate = self.gate_proj(x)
             wide = fused.gated(gate, wide) if fused.fits(wide) else F.silu(gate) * wide
         elif self.kind == "gelu":
-            wide = F.gelu(wide, approximate="tanh")
+            wide = fused.gelu(wide) if fused.fits(wide) else F.gelu(wide, approximate="tanh")
         else:
             wide = F.relu(wide)
         narrow: Tensor = self.down_proj(wide)  # (B, T, C)
@@ -213,7 +217,7 @@ class Decoder(nn.Module):
         dropout = self.training and self.config.dropout > 0.0
         flex = self.training and self.kernels.flex and not dropout
         rotary = self.config.traits.positions == "rotary"
-        fits = fused.fits_heads(next(self.parameters()), self.config.head_dim, rotary)
+        fits = fits_heads(next(self.parameters()), self.config.head_dim, rotary)
         whole = fits and not self.kernels.flex and not dropout
         return causal_plan(tokens, self.config, documents, flex, whole)
 
@@ -243,7 +247,7 @@ def causal_plan(
     """Each token sees itself and those before it, at most one window back, and with `documents` (B, T) only its own.
 
     Positions start again in each document, so that packed documents are read as if each stood alone; a document is a
-    run of equal numbers. `whole` leaves everything to `fused.attention`, `flex` documents to FlexAttention.
+    run of equal numbers. `whole` leaves everything to `attention.attention`, `flex` documents to FlexAttention.
     """
     T = tokens.shape[1]
     positions = torch.arange(T, device=tokens.device)

@@ -29,8 +29,7 @@ STEPS_WANTED = 1_500  # a batch is made no larger than leaves about this many st
 EVALUATIONS = 16
 EVALUATION_SHARE = 0.06  # of the budget, for all evaluations
 FREE_MEMORY_SHARE = 0.7
-COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes,
-CPU_COMPILE_SECONDS = 600.0  # and one on a CPU this long, which gains less
+COMPILE_STEPS, COMPILE_SECONDS = 300, 120.0  # a GPU's run must be this long to earn back what compiling takes
 SHORT_FROM = 128  # from this context on, a CPU reads windows in two at first
 SHORT_SHARE = 2 / 3  # of the steps
 LEARNING_RATE = 6e-3  # at the width below; wider models take smaller steps
@@ -126,7 +125,6 @@ class Machine:
     compute_dtype: DTypeName
     default_minutes: float
     device_type: str = "cpu"
-    has_compiler: bool = False  # for C++, which torch.compile needs on a CPU
     shards: int = 1
 
 
@@ -277,10 +275,9 @@ def learning_rate(model: ModelConfig) -> float:
 
 def long_enough_to_compile(machine: Machine, steps: int, seconds: float | None) -> bool:
     """Tell whether a run of so many steps, or seconds where they are its budget, earns back what compiling takes."""
-    if machine.device_type == "cuda":
-        return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
-    fused = machine.compute_dtype == "float32"  # by `model/fused.c`, which is as fast and takes no time to compile
-    return machine.has_compiler and not fused and seconds is not None and seconds >= CPU_COMPILE_SECONDS
+    if machine.device_type != "cuda":  # `model/fused.c` is as fast, and takes no time to compile
+        return False
+    return steps >= COMPILE_STEPS if seconds is None else seconds >= COMPILE_SECONDS
 
 
 def check_window(context: int, model: ModelConfig, train_tokens: int) -> None:

@@ -111,7 +111,7 @@ def make_tuning_plan(
         "patience": PATIENCE if rows.held_out else 0,
         "compute_dtype": machine.compute_dtype,
         # On a CPU the number of learned tokens changes with every step, and compiled code is for one number.
-        "compile": machine.device_type == "cuda" and long_enough_to_compile(machine, steps, seconds),
+        "compile": long_enough_to_compile(machine, steps, seconds),
     }
     config = from_mapping(TrainConfig, {**values, **request.train}, "train")
     tokens = int(max(8 * rows.length, 3.0 * EVALUATION_SHARE / EVALUATIONS * steps * batch_size * rows.length))
