@@ -9,9 +9,11 @@ import pytest
 import torch
 from variants import CONTEXT, ENDLESS, VARIANTS, make_model, random_tokens
 
-from minigpt.config import ModelConfig
+from minigpt.alignment.value_head import add_value_head
+from minigpt.config import LoraConfig, ModelConfig
 from minigpt.model.cache import KVCache
-from minigpt.model.decoding import prepare
+from minigpt.model.decoding import laid_out, prepare
+from minigpt.model.lora import adapters, add_lora
 from minigpt.model.transformer import GPT
 
 
@@ -67,3 +69,26 @@ def test_other_types_keep_their_type(name: str) -> None:
     prepare(plain)
     torch.testing.assert_close(plain(tokens), expected, rtol=0.05, atol=0.2)
     assert plain(tokens).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "qwen3-heads-of-16", "gpt2", "transformer-2017"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_that_is_trained_is_laid_out_beside_itself(name: str, lora: bool) -> None:
+    model, tokens = make_model(replace(VARIANTS[name], dropout=0.5)).train(), random_tokens(2, CONTEXT)
+    if lora:
+        add_lora(model, LoraConfig(rank=2, alpha=8.0), torch.Generator().manual_seed(0))
+    add_value_head(model)
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    for step in range(2):
+        with torch.no_grad():
+            for layer in adapters(model).values():
+                layer.lora_B += 0.1 * (step + 1)
+            model.lm_head.weight *= 1.5
+            expected = model.eval()(tokens)
+            found = laid_out(model.train())(tokens)
+        torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
+    assert model.training
+    assert all(weight.requires_grad or lora for weight in model.parameters())
+    changed = [key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])]
+    assert all(key.endswith(("lora_B", "lm_head.weight", "embed_tokens.weight")) for key in changed)
+    model(tokens).sum().backward()

@@ -21,6 +21,7 @@ from minigpt.alignment.value_head import value_of
 from minigpt.config import DTypeName, SamplingConfig
 from minigpt.inference.engine import collect, stream
 from minigpt.inference.sampling import row_seed
+from minigpt.model.decoding import laid_out
 from minigpt.model.loss import IGNORED
 from minigpt.model.transformer import GPT
 from minigpt.text.preferences import Prompt
@@ -57,22 +58,17 @@ class Drawn:
 def draw(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
 ) -> list[Drawn]:
-    """Answer all prompts, as many at once as memory should hold; training mode comes back as it was.
+    """Answer all prompts, as many at once as memory should hold.
 
     An answer depends on its prompt and seed alone, whatever else is drawn beside it.
     """
-    training = model.training
-    model.eval()
-    try:
-        longest = max(map(len, prompts)) + sampling.max_new_tokens
-        rows = max(1, MOST_TOKENS // longest)
-        answers = []
-        for start in range(0, len(prompts), rows):
-            part = slice(start, start + rows)
-            events = stream(model, tokenizer, prompts[part], sampling, seeds[part])
-            answers += collect(events, len(prompts[part]))
-    finally:
-        model.train(training)
+    writer = laid_out(model)
+    rows = max(1, MOST_TOKENS // (max(map(len, prompts)) + sampling.max_new_tokens))
+    answers = []
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        events = stream(writer, tokenizer, prompts[part], sampling, seeds[part])
+        answers += collect(events, len(prompts[part]))
     return [Drawn([event.token_id for event in one.tokens], one.text, one.finish_reason) for one in answers]
 
 

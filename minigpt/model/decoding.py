@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.config import QuantizeName
+from minigpt.model.lora import adapters, add_update
 from minigpt.model.native import Matrix, library, matrix, product
 from minigpt.model.native_decoder import forward_pass
 from minigpt.model.quantize import QuantizedEmbedding, quantized
@@ -107,6 +108,24 @@ def prepare(model: GPT, quantize: QuantizeName | None = None) -> None:
         if tied:
             model.model.embed_tokens = QuantizedEmbedding(head)  # type: ignore[assignment]
     model.model.native = forward_pass(model.model)
+
+
+@torch.no_grad()
+def laid_out(model: GPT) -> GPT:
+    """Return a copy of a model that is being trained, laid out for generation; adapters are merged into it.
+
+    What needs no other layout is shared with the model, so the copy is good until its weights change.
+    """
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    weights = model.state_dict()
+    for name, layer in adapters(model).items():
+        merged = weights[f"{name}.weight"].clone()
+        add_update(merged, layer.lora_A, layer.lora_B, layer.scaling)
+        weights[f"{name}.weight"] = merged
+    copy.load_state_dict({name: weights[name] for name in copy.state_dict()}, assign=True)
+    prepare(copy.requires_grad_(False))
+    return copy.eval()
 
 
 def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
