@@ -307,7 +307,7 @@ void weights_forward(const struct attention *p, const struct tile *tile, uint16_
 #pragma omp parallel
     {
         float *row = malloc(width_for(keys) * sizeof(float));
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 16)
         for (long r = 0; r < rows; r++) {
             long b, t;
             const struct keys range = seen_by(p, tile, r, &b, &t);
@@ -328,7 +328,7 @@ void weights_backward(const struct attention *p, const struct tile *tile, uint16
 #pragma omp parallel
     {
         float *row = calloc(2 * wide, sizeof(float)), *drow = row + wide;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 16)
         for (long r = 0; r < rows; r++) {
             long b, t;
             const struct keys range = seen_by(p, tile, r, &b, &t);
