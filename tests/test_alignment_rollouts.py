@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_chat import make_base
 from tiny_rollouts import GROUP, NEW, ROWS, TRAIN, config, count_letters, make_batches, make_policy_trainer, tiny_model
 from tiny_run import run, state, steps_of
 from torch import Tensor
 
+from minigpt.alignment.held_out import HeldOut
 from minigpt.alignment.policy import PolicyLoss, Rollouts, last_places
 from minigpt.alignment.reference import without_adapter
 from minigpt.alignment.rollouts import RolloutBatches, draw, padded, teaching
@@ -20,6 +22,8 @@ from minigpt.alignment.value_head import value_of
 from minigpt.config import LoraConfig, SamplingConfig
 from minigpt.errors import TrainingError
 from minigpt.inference.sampling import row_seed
+from minigpt.model import decoding, native_decoder
+from minigpt.model import native as native_code
 from minigpt.model.lora import adapters, add_lora
 from minigpt.model.loss import IGNORED
 from minigpt.model.transformer import GPT
@@ -30,6 +34,24 @@ from minigpt.training.trainer import StepDone
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["qwen3", "gpt2", "transformer-2017"])
+@pytest.mark.parametrize("native", [True, False])
+def test_answers_to_held_out_prompts_do_not_depend_on_the_type_of_training(
+    tmp_path: Path, variant: str, kind: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        for module in (decoding, native_code, native_decoder):
+            monkeypatch.setattr(module, "library", lambda: None)
+    batches = make_batches(make_base(tmp_path / "model", variant, seed=4), config())
+    held_out = HeldOut(batches.reference, batches.tokenizer, batches.asks[:6], count_letters, config(), 7)
+    expected = held_out.answers(batches.model, 1.0)
+    assert len({tuple(one.ids) for one in expected}) > 1
+    with torch.autocast("cpu", kind):
+        assert held_out.answers(batches.model, 1.0) == expected
+        assert held_out(batches.model).wins.value == 0.5, "it is the start model itself"
 
 
 def naive_log_probs(model: GPT, tokens: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -11,7 +11,7 @@ from minigpt.alignment.policy import PolicyConfig, known
 from minigpt.alignment.rewards import RewardSpec, parse_reward
 from minigpt.config import ModelConfig, OptimizerName, TrainConfig, from_mapping
 from minigpt.errors import ConfigError
-from minigpt.model.size import training_bytes
+from minigpt.model.size import parameters, training_bytes
 from minigpt.training.plan import Machine, Plan, budget_text, micro_batch
 from minigpt.training.tuning_plan import TuningRequest, tuning_rate
 
@@ -90,9 +90,12 @@ def make_policy_plan(
     micro = request.train.get("micro_batch_size") or micro_batch(
         batch_size,
         machine,
-        lambda rows: training_bytes(
-            model, rows, length, machine.compute_dtype, optimizer, device=machine.device_type, adapter=adapter
-        ),
+        lambda rows: (
+            training_bytes(
+                model, rows, length, machine.compute_dtype, optimizer, device=machine.device_type, adapter=adapter
+            )
+            + 4 * parameters(model)
+        ),  # what answers are drawn with
         SMALLER,
     )
     steps, seconds = _steps(request, config, batch_size, prompts, length, measure)

@@ -58,11 +58,17 @@ class Drawn:
 def draw(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
 ) -> list[Drawn]:
-    """Answer all prompts, as many at once as memory should hold.
+    """Answer all prompts, as many at once as memory should hold; in float32, also under autocast.
 
     An answer depends on its prompt and seed alone, whatever else is drawn beside it.
     """
-    writer = laid_out(model)
+    with torch.autocast(model.lm_head.weight.device.type, enabled=False):
+        return _draw(laid_out(model), tokenizer, prompts, sampling, seeds)
+
+
+def _draw(
+    writer: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int]
+) -> list[Drawn]:
     rows = max(1, MOST_TOKENS // (max(map(len, prompts)) + sampling.max_new_tokens))
     answers = []
     for start in range(0, len(prompts), rows):

@@ -65,11 +65,16 @@ struct attention {
     float eps, scale;
 };
 
-/* Norm one vector of a head, times `factor`, and turn it by its position; returns 1 / rms, or 1 without a norm. */
-INLINE float turned(const struct attention *p, const float *x, const float *gain, long b, long t, float factor, float *to) {
+/* What a norm multiplies a vector with, or 1 where there is none. */
+INLINE float one_over_rms(const struct attention *p, const float *x, const float *gain) {
+    return gain ? 1.0f / sqrtf(dot_product(x, x, p->D) / p->D + p->eps) : 1.0f;
+}
+
+/* Norm one vector of a head, times `factor`, and turn it by its position; returns `one_over_rms`. */
+INLINE float turn(const struct attention *p, const float *x, const float *gain, long b, long t, float factor, float *to) {
     const long D = p->D, half = D / 2;
-    const float rms = gain ? 1.0f / sqrtf(dot_product(x, x, D) / D + p->eps) : 1.0f;
-    const lanes scale = ALL(rms * factor);
+    const float found = one_over_rms(p, x, gain);
+    const lanes scale = ALL(found * factor);
     for (long i = 0; i < D; i += LANES) AT(to + i) = gain ? GET(x + i) * scale * GET(gain + i) : GET(x + i) * scale;
     if (p->cosines)
         for (long i = 0; i < half; i += LANES) {
@@ -78,11 +83,11 @@ INLINE float turned(const struct attention *p, const float *x, const float *gain
             const lanes u = GET(to + i), v = GET(to + half + i);
             AT(to + i) = u * c - v * s, AT(to + half + i) = v * c + u * s;
         }
-    return rms;
+    return found;
 }
 
 /* The same backward: what `d` (D) times `factor` says of the result, in place, becomes what it says of x. */
-INLINE void turned_gradient(const struct attention *p, const float *x, const float *gain, long b, long t, float factor,
+INLINE void turn_gradient(const struct attention *p, const float *x, const float *gain, long b, long t, float factor,
                             float rms, float *d, float *dx, float *dgain) {
     const long D = p->D, half = D / 2;
     if (p->cosines)
@@ -100,14 +105,14 @@ INLINE void turned_gradient(const struct attention *p, const float *x, const flo
 /* One head of one row of the batch, T vectors that lie `stride` apart; side by side they go into `to`. */
 static void prepare(const struct attention *p, const float *x, long stride, const float *gain, long b, float factor,
                     float *to, float *scales) {
-    for (long t = 0; t < p->T; t++) scales[t] = turned(p, x + t * stride, gain, b, t, factor, to + t * p->D);
+    for (long t = 0; t < p->T; t++) scales[t] = turn(p, x + t * stride, gain, b, t, factor, to + t * p->D);
 }
 
 static void prepare_gradient(const struct attention *p, const float *x, long stride, const float *gain, long b,
                              float factor, float *d, const float *scales, float *dx, float *dgain) {
     for (long t = 0; t < p->T; t++) {
         const long place = t * stride;
-        turned_gradient(p, x + place, gain, b, t, factor, scales[t], d + t * p->D, dx + place, dgain);
+        turn_gradient(p, x + place, gain, b, t, factor, scales[t], d + t * p->D, dx + place, dgain);
     }
 }
 
@@ -250,7 +255,7 @@ void heads_forward(const struct attention *p, const uint16_t *x, long heads, con
         float vector[D], found[D];
         for (long head = 0; head < heads; head++) {
             copy_wide(x + (row * heads + head) * D, vector, D);
-            turned(p, vector, gain, row / p->T, row % p->T, factor, found);
+            turn(p, vector, gain, row / p->T, row % p->T, factor, found);
             copy_narrow(found, to + head_place(p, row, head, heads), D);
         }
     }
@@ -267,8 +272,8 @@ void heads_backward(const struct attention *p, const uint16_t *x, long heads, co
             for (long head = 0; head < heads; head++) {
                 copy_wide(x + (row * heads + head) * D, vector, D);
                 copy_wide(d + head_place(p, row, head, heads), slope, D);
-                const float rms = gain ? 1.0f / sqrtf(dot_product(vector, vector, D) / D + p->eps) : 1.0f;
-                turned_gradient(p, vector, gain, row / p->T, row % p->T, factor, rms, slope, found, parts + part * D);
+                const float rms = one_over_rms(p, vector, gain);
+                turn_gradient(p, vector, gain, row / p->T, row % p->T, factor, rms, slope, found, parts + part * D);
                 copy_narrow(found, dx + (row * heads + head) * D, D);
             }
     }
@@ -327,7 +332,7 @@ void weights_backward(const struct attention *p, const struct tile *tile, uint16
     const long rows = tile->units * tile->count * (p->H / p->K), keys = tile->keys, wide = width_for(keys);
 #pragma omp parallel
     {
-        float *row = calloc(2 * wide, sizeof(float)), *drow = row + wide;
+        float *row = malloc(2 * wide * sizeof(float)), *drow = row + wide;
 #pragma omp for schedule(static, 16)
         for (long r = 0; r < rows; r++) {
             long b, t;
@@ -335,6 +340,7 @@ void weights_backward(const struct attention *p, const struct tile *tile, uint16
             const long count = least(range.high, keys) - range.low;
             copy_wide(scores + r * keys + range.low, row + range.low, count);
             copy_wide(dscores + r * keys + range.low, drow + range.low, count);
+            for (long j = range.low + count; j < range.high; j++) drow[j] = 0;
             most(row, range, first_of(p, b, t), t);
             const lanes divisor = ALL(logsum[sum_place(p, tile, r)]);
             for (long j = range.low; j < range.high; j += LANES) AT(row + j) = exponential(GET(row + j) - divisor);

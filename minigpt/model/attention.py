@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from minigpt.model.attention_calls import arguments, call, library, sizes_of
 from minigpt.model.attention_tiles import InTiles
@@ -45,9 +46,11 @@ def attention(
     gains, eps = (None, None), 0.0
     if query_norm is not None:
         gains, eps = (query_norm.weight, key_norm.weight), query_norm.eps
-    given = (query.contiguous(), key.contiguous(), value.contiguous(), *gains, *(rotary or (None, None)), first)
+    cosines, sines = rotary or (None, None)
+    sizes = sizes_of(query, key, head_dim, cosines, eps)
+    given = (query.contiguous(), key.contiguous(), value.contiguous(), *gains, cosines, sines, first)
     way = InTiles if query.dtype == torch.bfloat16 else _AsOne
-    out: Tensor = way.apply(sizes_of(query, key, head_dim, given[5], eps), *given)  # type: ignore[no-untyped-call]
+    out: Tensor = way.apply(sizes, *given)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -65,6 +68,7 @@ class _AsOne(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *given, out, logsum = ctx.saved_tensors
         tensors = dict(zip(GIVEN, given, strict=True)) | {"out": out, "logsum": logsum, "dout": grads[0].contiguous()}

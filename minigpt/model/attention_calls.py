@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
         return None
     of, tile = ctypes.POINTER(_Attention), ctypes.POINTER(Tile)
     pointer, count, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    arguments = {
+    kinds = {
         "attention_forward": [of],
         "attention_backward": [of],
         "heads_forward": [of, pointer, count, pointer, number, pointer],
@@ -51,9 +51,9 @@ def library() -> ctypes.CDLL | None:
         "weights_forward": [of, tile] + [pointer] * 2,
         "weights_backward": [of, tile] + [pointer] * 3,
     }
-    for name, kinds in arguments.items():
+    for name, arguments_of in kinds.items():
         function = getattr(found, name)
-        function.argtypes, function.restype = kinds, None
+        function.argtypes, function.restype = arguments_of, None
     return found
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minigpt.config import QuantizeName
-from minigpt.model.lora import adapters, add_update
+from minigpt.model.lora import merged_weight
 from minigpt.model.native import Matrix, library, matrix, product
 from minigpt.model.native_decoder import forward_pass
 from minigpt.model.quantize import QuantizedEmbedding, quantized
@@ -53,7 +53,7 @@ class FusedAttention(Attention):
         self.layer, self.heads, self.kv_heads = plain.layer, plain.heads, plain.kv_heads
         self.head_dim, self.dropout = plain.head_dim, plain.dropout
         self.qkv_proj = make(*_joined(plain.q_proj, plain.k_proj, plain.v_proj))
-        self.o_proj = make(plain.o_proj.weight, plain.o_proj.bias)  # type: ignore[assignment]
+        self.o_proj = make(*_joined(plain.o_proj))  # type: ignore[assignment]
         self.q_norm, self.k_norm = plain.q_norm, plain.k_norm
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +71,7 @@ class FusedMLP(MLP):
         self.kind = plain.kind
         joined = (plain.up_proj,) if plain.gate_proj is None else (plain.gate_proj, plain.up_proj)
         self.wide_proj = make(*_joined(*joined))
-        self.down_proj = make(plain.down_proj.weight, plain.down_proj.bias)  # type: ignore[assignment]
+        self.down_proj = make(*_joined(plain.down_proj))  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         wide: Tensor = self.wide_proj(x)  # (B, T, width), or twice that
@@ -91,13 +91,32 @@ def prepare(model: GPT, quantize: QuantizeName | None = None) -> None:
     The output matrix decides between tokens whose logits lie close, and a tied one is the embedding too: in 4 bits it
     costs more than all the blocks together.
     """
+    _lay_out(model, model.model.layers, quantize)
+
+
+@torch.no_grad()
+def laid_out(model: GPT) -> GPT:
+    """Return a copy of a model that is being trained, laid out for generation; adapters are merged into it.
+
+    What needs no other layout is shared with the model, so the copy is good until its weights change.
+    """
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    weights = model.state_dict()
+    copy.load_state_dict({name: weights[name] for name in copy.state_dict()}, assign=True)
+    _lay_out(copy.requires_grad_(False), model.model.layers, None)
+    return copy.eval()
+
+
+def _lay_out(model: GPT, blocks: nn.ModuleList, quantize: QuantizeName | None) -> None:
+    """Make the blocks of a model out of others, of its own shape or its own."""
 
     def make(weight: Tensor, bias: Tensor | None) -> nn.Module:
         return NativeLinear(weight, bias) if quantize is None else quantized(weight, bias, quantize)
 
-    for block in model.model.layers:
-        block.self_attn = FusedAttention(block.self_attn, make)  # type: ignore[arg-type]
-        block.mlp = FusedMLP(block.mlp, make)  # type: ignore[arg-type]
+    for block, plain in zip(model.model.layers, blocks, strict=True):
+        block.self_attn = FusedAttention(plain.self_attn, make)  # type: ignore[arg-type]
+        block.mlp = FusedMLP(plain.mlp, make)  # type: ignore[arg-type]
     tied = model.config.tie_word_embeddings
     if quantize is None:
         model.lm_head = NativeLinear(model.lm_head.weight, None)
@@ -110,27 +129,13 @@ def prepare(model: GPT, quantize: QuantizeName | None = None) -> None:
     model.model.native = forward_pass(model.model)
 
 
-@torch.no_grad()
-def laid_out(model: GPT) -> GPT:
-    """Return a copy of a model that is being trained, laid out for generation; adapters are merged into it.
-
-    What needs no other layout is shared with the model, so the copy is good until its weights change.
-    """
-    with torch.device("meta"):
-        copy = GPT(model.config)
-    weights = model.state_dict()
-    for name, layer in adapters(model).items():
-        merged = weights[f"{name}.weight"].clone()
-        add_update(merged, layer.lora_A, layer.lora_B, layer.scaling)
-        weights[f"{name}.weight"] = merged
-    copy.load_state_dict({name: weights[name] for name in copy.state_dict()}, assign=True)
-    prepare(copy.requires_grad_(False))
-    return copy.eval()
-
-
 def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    biases = tuple(layer.bias for layer in layers if layer.bias is not None)
-    return torch.cat(tuple(layer.weight for layer in layers)), torch.cat(biases) if biases else None
+    """The matrices (out, in) of layers as one, and their biases; of a layer alone they are its own."""
+    bias = layers[0].bias
+    if len(layers) == 1:
+        return merged_weight(layers[0]), bias
+    joined = torch.cat([merged_weight(layer) for layer in layers])
+    return joined, None if bias is None else torch.cat([layer.bias for layer in layers])
 
 
 def _in_reading_order(weight: Tensor) -> Tensor:

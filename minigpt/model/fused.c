@@ -62,7 +62,7 @@ void norm_backward(const float *x, const float *gain, const float *means, const 
     free(parts);
 }
 
-/* Call a piece for each block of `count` numbers. */
+/* Call a piece for each block of numbers, of which there are `count`: by that name, since the pragma is a text. */
 #define IN_BLOCKS(count, narrow, piece, ...)                                                   \
     _Pragma("omp parallel for schedule(static) if (count > 8192)")                             \
     for (long from = 0; from < count; from += BLOCK) {                                         \

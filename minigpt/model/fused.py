@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from minigpt.compiler import compiled
 
@@ -75,6 +76,7 @@ def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, kind: torch.d
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, all of one shape and type (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    assert gate.dtype == up.dtype, "C reads both as one type"
     out: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
 
@@ -90,7 +92,7 @@ def softmax_slope(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor
 
     A target that is not in the vocabulary, nor `ignored`, is an IndexError.
     """
-    losses = torch.empty(len(targets))
+    losses = torch.empty(len(targets), dtype=torch.float32)
     if _call().softmax_slope(at(logits), at(targets), at(losses), *logits.shape, ignored, _narrow(logits)) < 0:
         raise IndexError("a target that is not in the vocabulary")
     return losses.sum(), logits
@@ -108,6 +110,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, gain, means, scales = ctx.saved_tensors
         slope, dx, dgain = grads[0].contiguous(), torch.empty_like(x), torch.empty_like(gain)
@@ -127,6 +130,7 @@ class _Gated(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         slope, dgate, dup = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
@@ -144,6 +148,7 @@ class _GELU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         slope, dx = grads[0].contiguous(), torch.empty_like(x)

@@ -59,6 +59,15 @@ def add_update(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
     weight.copy_(weight.float().add_(update, alpha=scaling))
 
 
+def merged_weight(layer: nn.Linear) -> Tensor:
+    """The matrix (out, in) of a layer, with the update of its adapter if it has one."""
+    if not isinstance(layer, LoraLinear) or layer.scaling == 0.0:
+        return layer.weight
+    merged = layer.weight.detach().clone()
+    add_update(merged, layer.lora_A, layer.lora_B, layer.scaling)
+    return merged
+
+
 def adapters(model: GPT) -> dict[str, LoraLinear]:
     """The layers with an update, by the names of the modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}

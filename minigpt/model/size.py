@@ -103,7 +103,7 @@ def training_bytes(
 
 
 def fused(config: ModelConfig, compute_dtype: DTypeName, device: str) -> bool:
-    """Whether attention as a whole is that of `fused.c`."""
+    """Whether attention as a whole is that of `attention.c`."""
     multiple = 16 if config.traits.positions == "rotary" else 8
     return _compiled(device, compute_dtype) and config.head_dim % multiple == 0
 

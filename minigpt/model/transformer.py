@@ -27,15 +27,15 @@ class Norm(nn.Module):
     """Bring each vector to unit size, then scale it (and shift it, for LayerNorm).
 
     RMSNorm divides by the root mean square (Zhang & Sennrich 2019), LayerNorm takes off the mean too (Ba et al. 2016).
-    Under autocast the result is of the type of products where it goes into these, and float32 where it is the stream.
+    Under autocast the result of those `before_products` may have their type; others stay float32.
     """
 
-    def __init__(self, width: int, config: ModelConfig) -> None:
+    def __init__(self, width: int, config: ModelConfig, *, before_products: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.traits.norm == "layer" else None
         self.layer, self.eps = config.traits.norm == "layer", config.norm_eps
-        self.before_products = config.traits.norm_first
+        self.before_products = before_products
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == torch.float32 and fused.fits(x):
@@ -151,9 +151,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.norm_first, self.dropout = config.traits.norm_first, config.dropout
-        self.input_layernorm = Norm(config.hidden_size, config)
+        self.input_layernorm = Norm(config.hidden_size, config, before_products=self.norm_first)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = Norm(config.hidden_size, config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config, before_products=self.norm_first)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
