@@ -14,8 +14,9 @@ DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # one's probabilities and slope, the new one's logits and log-probabilities.
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LOGIT_BYTES = 16
-FUSED_LOGIT_BYTES = 8  # where `fused.c` makes one of the other in place
-HEAP = 1.35  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
+MUON_BYTES = 16  # a weight of a matrix: its update, its step, and two numbers between which the iteration goes
+FUSED_LOGIT_BYTES = 4  # where `fused.c` makes one of the other in place
+HEAP = 1.05  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -73,8 +74,9 @@ def training_bytes(
 
     Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
     To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
-    MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. A CPU
-    with a C compiler keeps much less in float32 (`fused.c`). On a CPU the heap's holes are counted too.
+    MLP's backward pass work with; or what Muon works with afterwards, if that is more. Dropout is not counted. GPUs
+    keep a little less: their RMSNorm is one kernel. A CPU with a C compiler keeps much less in float32 (`fused.c`). On
+    a CPU the heap's holes are counted too.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
     (`packed`) keep a mask each in every layer on a CPU that has no compiler. Of a model that is cut over `shards`
@@ -93,6 +95,9 @@ def training_bytes(
     if packed and device == "cpu" and not whole:
         kept += config.num_hidden_layers * tokens * context * element
     wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
+    wide += (
+        4 * config.vocab_size * config.hidden_size if adapter is None else 0
+    )  # what the loss found, held till the end
     output = 8 if adapter is None else element  # bytes a weight: its gradient twice, or a copy of it alone
     held = 4 * total + states
     if shards > 1:
@@ -100,6 +105,8 @@ def training_bytes(
     logit = FUSED_LOGIT_BYTES if _compiled(device) and element == 4 else LOGIT_BYTES
     loss = _loss_bytes(config, tokens, element, device, output, logit)
     passing = copies + kept + max(loss, wide)
+    if optimizer == "muon" and adapter is None:
+        passing = max(passing, MUON_BYTES * matrices // shards)
     return held + (int(HEAP * passing) if device == "cpu" else passing)
 
 

@@ -132,7 +132,7 @@ class MLP(nn.Module):
         elif self.kind == "gelu":
             wide = F.gelu(wide, approximate="tanh")
         else:
-            wide = F.relu(wide)
+            wide = F.relu(wide, inplace=True)
         narrow: Tensor = self.down_proj(wide)  # (B, T, C)
         return narrow
 
@@ -154,15 +154,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, plan: AttentionPlan, rotary: Rotary | None, cache: KVCache | None) -> Tensor:
         if self.norm_first:
-            x = x + self.drop(self.self_attn(self.input_layernorm(x), plan, rotary, cache))
-            return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
-        x = self.input_layernorm(x + self.drop(self.self_attn(x, plan, rotary, cache)))
-        x = self.post_attention_layernorm(x + self.drop(self.mlp(x)))
+            x = add(x, self.drop(self.self_attn(self.input_layernorm(x), plan, rotary, cache)))
+            return add(x, self.drop(self.mlp(self.post_attention_layernorm(x))))
+        x = self.input_layernorm(add(x, self.drop(self.self_attn(x, plan, rotary, cache))))
+        x = self.post_attention_layernorm(add(x, self.drop(self.mlp(x))))
         return x
 
     def drop(self, x: Tensor) -> Tensor:
         """Dropout on what a part adds; off in evaluation."""
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def add(x: Tensor, part: Tensor) -> Tensor:
+    """Return x + part, in the place of `part` where that has the type of the sum."""
+    return part.add_(x) if part.dtype == x.dtype else x + part
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
