@@ -137,10 +137,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
         weight_grad = torch.zeros_like(cast, dtype=torch.float32) if need_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        rows = chunk_rows(hidden, weight.shape[0])
+        rows = chunk_rows(hidden, V)
+        place = hidden.new_empty(min(rows, len(hidden)), len(cast))  # of each chunk's logits in turn
         for start in range(0, hidden.shape[0], rows):
             h, target = hidden[start : start + rows], targets[start : start + rows]
-            logits = F.linear(h, cast)
+            logits = torch.mm(h, cast.t(), out=place[: len(h)])
             if padding:
                 logits[:, V:] = -torch.inf
             loss, slope = slope_of(logits, target)

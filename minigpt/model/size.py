@@ -14,7 +14,8 @@ DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # one's probabilities and slope, the new one's logits and log-probabilities.
 LOGITS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 LOGIT_BYTES = 16
-HEAP = 1.35  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
+MUON_BYTES = 16  # a weight of a matrix: its update, its step, and two numbers between which the iteration goes
+HEAP = 1.1  # what a CPU's heap takes for what comes and goes in a step: blocks, and the holes between them (measured)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -72,8 +73,9 @@ def training_bytes(
 
     Weights and gradients are float32; AdamW keeps two more numbers a parameter, Muon one for each matrix in a block.
     To that comes what one micro-batch keeps for the backward pass, and the larger of what the loss and the topmost
-    MLP's backward pass work with. Dropout is not counted. GPUs keep a little less: their RMSNorm is one kernel. A CPU
-    with a C compiler keeps much less (`fused.c`). On a CPU the heap's holes are counted too.
+    MLP's backward pass work with; or what Muon works with afterwards, if that is more. Dropout is not counted. GPUs
+    keep a little less: their RMSNorm is one kernel. A CPU with a C compiler keeps much less (`fused.c`). On a CPU the
+    heap's holes are counted too.
 
     With an `adapter` of so many parameters these alone have gradients and states. Rows that hold several documents
     (`packed`) keep a mask each in every layer on a CPU that has no compiler. Of a model that is cut over `shards`
@@ -93,12 +95,16 @@ def training_bytes(
         kept += config.num_hidden_layers * tokens * context * element
     wide = (1 + _mlp_inputs(config)) * element * tokens * config.intermediate_size
     output = 8 if adapter is None else element  # bytes a weight: its gradient twice, or a copy of it alone
+    if adapter is None:
+        wide += 4 * config.vocab_size * config.hidden_size  # the output's gradient, which the loss has found already
     held = 4 * total + states
     if shards > 1:
         held = held // shards + 8 * (total - matrices) + 16 * _block_matrices(config)
-    logit = 2 * element if _compiled(device, compute_dtype) else LOGIT_BYTES  # `fused.c` works in place
+    logit = element if _compiled(device, compute_dtype) else LOGIT_BYTES  # `fused.c` works in place
     loss = _loss_bytes(config, tokens, element, device, output, logit)
     passing = copies + kept + max(loss, wide)
+    if optimizer == "muon" and adapter is None:
+        passing = max(passing, MUON_BYTES * matrices // shards)
     return held + (int(HEAP * passing) if device == "cpu" else passing)
 
 

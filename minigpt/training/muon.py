@@ -77,7 +77,11 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
     x = matrices.to(dtype)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    other, gram = torch.empty_like(x), x.new_empty(*x.shape[:-1], x.shape[-2])
+    inner = torch.empty_like(gram)
     for _ in range(ITERATIONS):
-        gram = torch.bmm(x, x.transpose(-2, -1))
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        torch.bmm(x, x.transpose(-2, -1), out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=inner)
+        torch.baddbmm(x, inner, x, beta=a, out=other)
+        x, other = other, x
     return x

@@ -57,6 +57,24 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     return [muon, torch.optim.AdamW([still | {"rate": EMBEDDING_RATE}], **shared)] if rest else [muon]
 
 
+def clear_gradients(optimizers: list[torch.optim.Optimizer], *, in_place: bool) -> None:
+    """Drop the gradients, or set them to zero `in_place`, where they are made if there are none.
+
+    In place they lie together on a heap, and not in between what a micro-batch keeps.
+    """
+    for optimizer in optimizers:
+        if not in_place:
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        kept = [weight.grad for weight in weights if weight.grad is not None]
+        if kept:
+            torch._foreach_zero_(kept)
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+
 def learning_rate_factor(step: int, *, warmup: int, total: int, schedule: ScheduleName, final: float) -> float:
     """The share of the peak rate at a step (from 0): 1/w, 2/w … 1 in warm-up, then down to `final` at the last."""
     if step < warmup:

@@ -18,7 +18,7 @@ from minigpt.config import TrainConfig
 from minigpt.errors import MinigptError, TrainingError
 from minigpt.model.kernels import Kernels, compiled_kernels
 from minigpt.model.transformer import GPT
-from minigpt.training.allocator import keep_freed_memory
+from minigpt.training.allocator import join_freed_memory, keep_freed_memory
 from minigpt.training.batches import Ahead, AnyBatch, BatchSource, LiveSource, StepBatch
 from minigpt.training.distributed import ALONE, Ranks, cut_like, whole_tensor
 from minigpt.training.events import Evaluated as Evaluated
@@ -29,6 +29,7 @@ from minigpt.training.events import Validation as Validation
 from minigpt.training.events import Warned as Warned
 from minigpt.training.objectives import Objective
 from minigpt.training.optim import (
+    clear_gradients,
     learning_rate_factor,
     make_optimizers,
     optimizer_tensors,
@@ -230,11 +231,13 @@ class Trainer:
         return f"out of memory at a micro-batch of {rows}; went on with {rows // 2} (same effective batch)"
 
     def _accumulate(self, batch: StepBatch) -> Tensor:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        on_cpu = self.device.type == "cpu"
+        clear_gradients(self.optimizers, in_place=on_cpu and self.ranks is ALONE)
         self.ranks.seed(self.config.seed, self.progress.step)
         weight, total = self.objective.weight(batch), torch.zeros((), device=self.device)
         for micro, times in self.ranks.passes(batch, self.progress.micro_batch_size):
+            if on_cpu:
+                join_freed_memory()
             total += self._backward(micro, weight, times)
         return self.ranks.mean(total)
 
