@@ -6,7 +6,8 @@ import ctypes
 import sys
 from functools import lru_cache
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_MXFAST = -1, -4, 1  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MXFAST = -1, -3, 1  # of glibc's mallopt
+LARGE = 32 << 20  # bytes; the most that glibc takes for a limit
 CACHED = 7  # freed pieces of one size that glibc keeps for a thread
 PIECES = [size for size in range(24, 104, 16) for _ in range(CACHED)]  # bytes; all that is cut off beside a block
 
@@ -17,12 +18,13 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks for the process instead of handing them back to the system.
 
     Getting them again costs a page fault for every 4 KiB: on a virtual machine a tenth to a fifth of a training step.
-    Where there is another C library nothing happens.
+    Those of 32 MiB and more, of which a step has few, do go back: their holes would stay empty. Where there is another
+    C library nothing happens.
     """
     glibc = _glibc()
     if glibc is not None:
         glibc.mallopt(M_TRIM_THRESHOLD, -1)  # never
-        glibc.mallopt(M_MMAP_MAX, 0)
+        glibc.mallopt(M_MMAP_THRESHOLD, LARGE)
         glibc.mallopt(M_MXFAST, 0)  # what is left beside an aligned block joins it again when it is freed
 
 
