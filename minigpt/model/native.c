@@ -102,14 +102,17 @@ INLINE void tile_float32(const float *w, const float *x, long ins, lanes *acc, i
     }
 }
 
-/* `width` is that of a number of W: 1 byte as it is stored, or 2. */
-INLINE void tile_int8(const char *w, int width, const int16_t *x, long ins, words *acc, int R, int O) {
+/* Two lines are kept in registers, and there is none left for the third. W is fetched two tiles ahead. */
+INLINE void tile_int8(const char *w, const int16_t *x, long ins, words *acc, int R, int O) {
     for (long i = 0; i < ins; i += 2 * LANES) {
         halves b[3];
-        UNROLL for (int r = 0; r < R; r++) b[r] = *(const halves *)(x + r * ins + i), HOLD(b[r]);
+        __builtin_prefetch(w + 2 * OUTS * ins + i * OUTS);
+        UNROLL for (int r = 0; r < R; r++) {
+            b[r] = *(const halves *)(x + r * ins + i);
+            if (r < 2) HOLD(b[r]);
+        }
         UNROLL for (int o = 0; o < O; o++) {
-            const char *from = w + (o * ins + i) * width;
-            halves a = width == 1 ? widened(from) : *(const halves *)from;
+            halves a = widened(w + o * ins + i);
             HOLD(a);
             UNROLL for (int r = 0; r < R; r++) acc[r * OUTS + o] = dot(acc[r * OUTS + o], a, b[r]);
         }
@@ -122,15 +125,18 @@ INLINE void split(const char *from, halves *low, halves *high) {
     *low = both & 15, *high = (both >> 4) & 15;
 }
 
-INLINE void tile_int4(const char *w, int width, const int32_t *scales, const int16_t *x, const float *totals, long ins,
-                      lanes *acc, int R, int O) {
+/* Of several lines the first ones keep W in 16 bits for the `later` ones. */
+INLINE void tile_int4(const char *w, int16_t *kept, int later, const int32_t *scales, const int16_t *x,
+                      const float *totals, long ins, lanes *acc, int R, int O) {
     for (long g = 0; g < ins / GROUP; g++) {
+        if (!later) __builtin_prefetch(w + OUTS * ins + g * GROUP / 2 * OUTS);
         UNROLL for (int o = 0; o < O; o++) {
             const long place = o * ins + g * GROUP;
-            halves low, high;
-            if (width == 1) split(w + place / 2, &low, &high);
-            else low = *(const halves *)(w + 2 * place), high = *(const halves *)(w + 2 * place + 32);
+            halves low, high, *two = (halves *)(kept + place);
+            if (later) low = two[0], high = two[1];
+            else split(w + place / 2, &low, &high);
             HOLD(low), HOLD(high);
+            if (R > 1 && !later) two[0] = low, two[1] = high;
             const words both = scales[o * (ins / GROUP) + g] - (words){0}; /* scale below, zero above */
             const lanes scale = (lanes)(both << 16), zero = (lanes)(both & -65536);
             UNROLL for (int r = 0; r < R; r++) {
@@ -144,64 +150,61 @@ INLINE void tile_int4(const char *w, int width, const int32_t *scales, const int
     }
 }
 
-/* R lines from `line` on with the outputs from `o` on. `w` holds those rows of W, `row` bytes each, in 16 bits if
- * `wide`. */
-INLINE void tile(const struct matrix *m, const char *w, long row, int wide, const struct lines *x, long line, float *y,
-                 long stride, long o, int add, int R) {
+/* R lines from `line` on with the outputs from `o` on, whose rows of W, `row` bytes each, begin at `w`. */
+INLINE void tile(const struct matrix *m, int kind, const char *w, long row, int16_t *kept, int later,
+                 const struct lines *x, long line, float *y, long stride, long o, int add, int R) {
     const long ins = m->ins, groups = ins / GROUP;
     const int16_t *whole = x->whole + line * ins;
     const int32_t *scales = (const int32_t *)m->scales + o * groups;
     const float *totals = x->sums + line * ins / 4;
     lanes acc[3 * OUTS] = {{0}};
     words number[3 * OUTS] = {{0}};
-    const int O = R == 1 ? 1 : OUTS; /* a line alone reads W from end to end, as memory likes it */
+    const int O = R == 1 && kind == FLOAT32 ? 1 : OUTS; /* a line alone reads it from end to end, as memory likes it */
     UNROLL for (int p = 0; p < OUTS; p += O) {
         const char *from = w + p * row;
-        if (m->kind == FLOAT32) tile_float32((const float *)from, x->floats + line * ins, ins, acc + p, R, O);
-        else if (m->kind == INT8 && wide) tile_int8(from, 2, whole, ins, number + p, R, O);
-        else if (m->kind == INT8) tile_int8(from, 1, whole, ins, number + p, R, O);
-        else if (wide) tile_int4(from, 2, scales + p * groups, whole, totals, ins, acc + p, R, O);
-        else tile_int4(from, 1, scales + p * groups, whole, totals, ins, acc + p, R, O);
+        if (kind == FLOAT32) tile_float32((const float *)from, x->floats + line * ins, ins, acc + p, R, O);
+        else if (kind == INT8) tile_int8(from, whole, ins, number + p, R, O);
+        else tile_int4(from, kept, later, scales + p * groups, whole, totals, ins, acc + p, R, O);
     }
-    if (m->kind == INT8) UNROLL for (int k = 0; k < R * OUTS; k++) acc[k] = AS_FLOAT(number[k]);
+    if (kind == INT8) UNROLL for (int k = 0; k < R * OUTS; k++) acc[k] = AS_FLOAT(number[k]);
     UNROLL for (int r = 0; r < R; r++) {
         const lanes *a = acc + r * OUTS;
         quad value = sums(a[0], a[1], a[2], a[3]), *to = (quad *)(y + (line + r) * stride + o);
-        if (m->kind == INT8) value *= *(const quad *)((const float *)m->scales + o);
-        if (m->kind != FLOAT32) value *= x->scales[line + r];
+        if (kind == INT8) value *= *(const quad *)((const float *)m->scales + o);
+        if (kind != FLOAT32) value *= x->scales[line + r];
         if (m->bias) value += *(const quad *)(m->bias + o);
         if (add) value += *to;
         *to = value;
     }
 }
 
-/* Bring `count` weights to 16 bits; those of int4 in the order in which lines are. */
-static void widen(long kind, const char *from, int16_t *to, long count) {
-    if (kind == INT8)
-        for (long i = 0; i < count; i += 16) *(halves *)(to + i) = widened(from + i);
-    else
-        for (long i = 0; i < count; i += GROUP) split(from + i / 2, (halves *)(to + i), (halves *)(to + i + 16));
+/* Outputs `from` to `to` of all lines; `add` adds them to y, whose lines are `stride` apart. `room` is for BLOCK rows
+ * of int4 in 16 bits. The kind is known where this is called. */
+INLINE void product_of(int kind, const struct matrix *m, const struct lines *x, long count, float *y, long stride,
+                       long from, long to, int add, int16_t *room) {
+    const long row = kind == FLOAT32 ? 4 * m->ins : kind == INT8 ? m->ins : m->ins / 2; /* bytes of W */
+    for (long o = from, R; o < to; o += BLOCK)
+        for (long r = 0; r < count; r += R) {
+            R = count - r == 4 ? 2 : count - r < 3 ? count - r : 3; /* of several lines none is left alone */
+            for (long p = o; p < o + BLOCK && p < to; p += OUTS) {
+                const int later = kind == INT4 && r;
+#define TILE(R, later) \
+    tile(m, kind, m->numbers + p * row, row, room + (p - o) * m->ins, later, x, r, y, stride, p, add, R)
+                if (R == 1) TILE(1, 0);
+                else if (R == 2 && later) TILE(2, 1);
+                else if (R == 2) TILE(2, 0);
+                else if (later) TILE(3, 1);
+                else TILE(3, 0);
+#undef TILE
+            }
+        }
 }
 
-/* Outputs `from` to `to` of all lines; `add` adds them to y, whose lines are `stride` apart. `room` is for BLOCK rows
- * of W in 16 bits. */
 static void product(const struct matrix *m, const struct lines *x, long count, float *y, long stride, long from,
                     long to, int add, int16_t *room) {
-    const int wide = m->kind != FLOAT32 && count > 1;
-    const long size = m->kind == FLOAT32 ? 4 * m->ins : m->kind == INT8 ? m->ins : m->ins / 2; /* of a row of W */
-    for (long o = from; o < to; o += BLOCK) {
-        const long end = o + BLOCK < to ? o + BLOCK : to, row = wide ? 2 * m->ins : size;
-        const char *w = m->numbers + o * size;
-        if (wide) widen(m->kind, w, room, (end - o) * m->ins), w = (const char *)room;
-        long r = 0;
-#define TILES(R)                                                                                        \
-    for (; r + R <= count; r += R)                                                                      \
-        for (long p = o; p < end; p += OUTS) tile(m, w + (p - o) * row, row, wide, x, r, y, stride, p, add, R)
-        if (m->kind == FLOAT32) TILES(3);
-        TILES(2);
-        TILES(1);
-#undef TILES
-    }
+    if (m->kind == FLOAT32) product_of(FLOAT32, m, x, count, y, stride, from, to, add, room);
+    else if (m->kind == INT8) product_of(INT8, m, x, count, y, stride, from, to, add, room);
+    else product_of(INT4, m, x, count, y, stride, from, to, add, room);
 }
 
 INLINE eight nearest(lanes v) { return __builtin_convertvector(whole(v), eight); }
@@ -541,11 +544,11 @@ long decoder(const struct model *m, const struct pass *p) {
 void product_alone(const struct matrix *m, const float *x, float *y, long count) {
     const long threads = omp_get_max_threads(), whole = m->kind == FLOAT32 ? 0 : count * m->ins;
     struct lines lines = {.floats = x};
-    char *room = aligned_alloc(64, (whole * 3 + count * 4 + threads * BLOCK * m->ins * 2 + 63) / 64 * 64);
+    char *room = aligned_alloc(64, (whole * 3 + (count + 15) / 16 * 64 + threads * BLOCK * m->ins * 2 + 63) / 64 * 64);
     lines.whole = (int16_t *)room;
     lines.sums = (float *)(room + whole * 2);
     lines.scales = (float *)(room + whole * 3);
-    int16_t *blocks = (int16_t *)(room + whole * 3 + count * 4);
+    int16_t *blocks = (int16_t *)(room + whole * 3 + (count + 15) / 16 * 64);
 #pragma omp parallel
     {
         const long t = omp_get_thread_num(), n = omp_get_num_threads();
