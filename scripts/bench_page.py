@@ -36,11 +36,12 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One result of several runs on the same machine; what they do not share is a ValueError."""
     first = dict(results[0])
     for other in results[1:]:
-        if any(first[name] != other[name] for name in ("machine", "threads", "rounds")):
-            raise ValueError("the results are of different machines, threads or rounds")
+        if any(first[name] != other[name] for name in ("machine", "threads")):
+            raise ValueError("the results are of different machines or threads")
         first["versions"] = first["versions"] | other["versions"]
         first["tables"] = first["tables"] + other["tables"]
         first["command"] += f"`, `{other['command']}"
+    first["rounds"] = " and ".join(map(str, sorted({result["rounds"] for result in results})))
     return first
 
 

@@ -26,8 +26,10 @@ def contestants(threads: int, against: set[str]) -> list[Contestant]:
     shared = {"threads": threads, "sizes": SIZES}
     rows = [Contestant("plain fp32 eager", "plain_training", shared)]
     for architecture in CLASSES:
-        setup = shared | {"architecture": architecture}
+        setup = shared | {"architecture": architecture, "optimizer": "muon"}
         rows.append(Contestant(f"minigpt {architecture}", "minigpt_training", setup, ours=True))
+        setup = shared | {"architecture": architecture, "optimizer": "adamw"}  # as the others have it
+        rows.append(Contestant(f"minigpt {architecture} AdamW", "minigpt_training", setup, ours=True))
     if "transformers" in against:
         rows += [theirs(threads, architecture, dtype) for architecture in CLASSES for dtype in ("bfloat16", "float32")]
     if "litgpt" in against:

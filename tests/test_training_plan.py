@@ -87,6 +87,12 @@ def test_more_budget_and_more_text_make_larger_models() -> None:
     assert parameters(plan_of(Request(), 10**9, CPU).model) < parameters(plan_of(Request(), 10**9, GPU).model)
 
 
+def test_a_small_model_is_chosen_until_a_larger_one_sees_more_tokens_than_it_has_parameters() -> None:
+    nano, micro = (parameters(plan_of(Request(preset=name, steps=1), 10**7).model) for name in ("nano", "micro"))  # type: ignore[arg-type]
+    chosen = [parameters(plan_of(Request(tokens=int(share * micro)), 10**7).model) for share in (1.4, 1.6)]
+    assert chosen == [nano, micro]
+
+
 def test_reasons_are_printed() -> None:
     plan = plan_of(Request(), 60_000)
     assert plan.why["model"].startswith("preset ")

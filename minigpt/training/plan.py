@@ -191,7 +191,7 @@ def _fits(config: ModelConfig, request: Request, train_tokens: int, machine: Mac
     """Tell whether a model is worth its size: enough tokens in the budget, and enough text not to learn by heart."""
     size = parameters(config)
     seen = _budget_tokens(request, config, train_tokens, machine)
-    wanted = size * min(20.0, max(1.0, math.sqrt(size / 1e6)))
+    wanted = size * min(20.0, max(1.5, math.sqrt(size / 1e6)))
     memory = _need(config, config.max_position_embeddings, machine)(1)
     return seen >= wanted and size <= 25 * train_tokens and memory < FREE_MEMORY_SHARE * machine.free_memory
 

@@ -45,13 +45,13 @@ def model_config(architecture: str, shape: dict[str, int]) -> ModelConfig:
     )  # fmt: skip
 
 
-def trainer(architecture: str, shape: dict[str, int]) -> Measure:
+def trainer(architecture: str, optimizer: str, shape: dict[str, int]) -> Measure:
     model = GPT(model_config(architecture, shape))
     model.initialize(torch.Generator().manual_seed(0))
     batch, context = shape["batch"], shape["context"]
     config = TrainConfig(
         total_steps=ENDLESS, batch_size=batch, micro_batch_size=batch, context=context, seed=0, learning_rate=1e-3,
-        warmup_steps=0, eval_every=ENDLESS, compute_dtype=fast_dtype(torch.device("cpu")),
+        warmup_steps=0, eval_every=ENDLESS, compute_dtype=fast_dtype(torch.device("cpu")), optimizer=optimizer,
     )  # fmt: skip
     folder = tempfile.TemporaryDirectory()  # lives as long as the measure that holds it
     batches = CorpusBatches(Tokens(shape["vocab"]), context=context, batch_size=batch, seed=0)
@@ -67,9 +67,9 @@ def trainer(architecture: str, shape: dict[str, int]) -> Measure:
     return lambda seconds: rate(step, seconds)
 
 
-def load(threads: int, architecture: str, sizes: dict[str, dict[str, int]]) -> dict[str, Measure]:
+def load(threads: int, architecture: str, optimizer: str, sizes: dict[str, dict[str, int]]) -> dict[str, Measure]:
     torch.set_num_threads(threads)
-    return {name: trainer(architecture, shape) for name, shape in sizes.items()}
+    return {name: trainer(architecture, optimizer, shape) for name, shape in sizes.items()}
 
 
 if __name__ == "__main__":
