@@ -87,17 +87,13 @@ def make_policy_plan(
     config, batch_size = request.config(), answers_a_step(request, prompts)
     optimizer = request.train.get("optimizer", OPTIMIZER)
     rate = RATE_SHARE if request.lora is None else LORA_RATE_SHARE
-    micro = request.train.get("micro_batch_size") or micro_batch(
-        batch_size,
-        machine,
-        lambda rows: (
-            training_bytes(
-                model, rows, length, machine.compute_dtype, optimizer, device=machine.device_type, adapter=adapter
-            )
-            + 4 * parameters(model)
-        ),  # what answers are drawn with
-        SMALLER,
-    )
+
+    def need(rows: int) -> int:
+        writer = 4 * parameters(model)  # at most, for the copy that answers are drawn with
+        kind, device = machine.compute_dtype, machine.device_type
+        return writer + training_bytes(model, rows, length, kind, optimizer, device=device, adapter=adapter)
+
+    micro = request.train.get("micro_batch_size") or micro_batch(batch_size, machine, need, SMALLER)
     steps, seconds = _steps(request, config, batch_size, prompts, length, measure)
     values: dict[str, Any] = {
         "total_steps": steps,

@@ -80,9 +80,7 @@ def training_speed(
             return _tokens_per_second(model, config, device, seconds, lora)
         except torch.OutOfMemoryError:
             if rows == 1:
-                raise TrainingError(
-                    "out of memory with a single row; choose a smaller --context or a smaller model"
-                ) from None
+                raise TrainingError(TOO_LARGE) from None
         finally:  # after the except clause, which holds on to the failed step's tensors
             if device.type == "cuda":
                 torch.cuda.empty_cache()
